@@ -1,0 +1,131 @@
+"""Turns what a caller passed into checked arrays, or raises an error that names the value. Changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from allocator.errors import InvalidArgument
+from allocator.types import Counts, Int32, Int64, Keep, LayerKind, Tokens
+
+__all__ = ["check_counts", "check_index", "check_keep", "check_size", "check_tokens", "check_windows"]
+
+INT32_MAX = 2**31 - 1
+
+
+def check_size(name: str, value: object, *, least: int, most: int = INT32_MAX) -> int:
+    """An integer within limits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidArgument(name, value, "must be an integer")
+    if not least <= value <= most:
+        raise InvalidArgument(name, value, f"must be from {least} to {most}")
+    return int(value)
+
+
+def check_index(name: str, value: object, size: int) -> int:
+    """An index below `size`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidArgument(name, value, "must be an integer")
+    if not 0 <= value < size:
+        raise InvalidArgument(name, value, f"must be from 0 to {size - 1}")
+    return int(value)
+
+
+def check_counts(counts: Counts, num_seqs: int, limits: Int64 | None = None, reason: str = "") -> Int64:
+    """One non-negative count a sequence, int64 [num_seqs]; none above its limit."""
+    given = np.asarray(counts)
+    if given.size and given.dtype.kind not in "iu":
+        raise InvalidArgument("counts", counts, "must be integers")
+    if given.ndim == 0:
+        given = np.full(num_seqs, given)
+    if given.shape != (num_seqs,):
+        raise InvalidArgument("counts", counts, f"needs one count for each of {num_seqs} sequences")
+    checked = given.astype(np.int64)
+    if num_seqs:
+        if int(checked.min()) < 0:
+            raise InvalidArgument("counts", int(checked.min()), "must not be negative")
+        if limits is not None and (checked > limits).any():
+            worst = int((checked - limits).argmax())
+            raise InvalidArgument("counts", int(checked[worst]), f"{reason} ({int(limits[worst])})")
+    return checked
+
+
+def check_tokens(tokens: Tokens) -> Int32:
+    """Token ids, int32 [n]."""
+    given = np.asarray(tokens)
+    if given.size == 0:
+        return np.empty(0, np.int32)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise InvalidArgument("tokens", tokens, "must be a one-dimensional sequence of integers")
+    low, high = int(given.min()), int(given.max())
+    if low < -INT32_MAX - 1 or high > INT32_MAX:
+        raise InvalidArgument("tokens", high if high > INT32_MAX else low, "token ids must fit into 32 bits")
+    return np.ascontiguousarray(given, np.int32)
+
+
+def check_windows(windows: Sequence[int | None] | None, num_layers: int, lanes: int) -> Int64:
+    """The window of each row, int64 [rows]; 0 for none."""
+    if windows is None:
+        return np.zeros(num_layers * lanes, np.int64)
+    if len(windows) != num_layers:
+        raise InvalidArgument("windows", windows, f"needs one entry for each of {num_layers} layers")
+    sizes = [0 if window is None else check_size("windows", window, least=1) for window in windows]
+    return np.repeat(np.array(sizes, np.int64), lanes)
+
+
+def check_kinds(kinds: Sequence[LayerKind] | None, num_layers: int, lanes: int) -> list[LayerKind]:
+    """The kind of each row."""
+    if kinds is None:
+        return [LayerKind.ATTENTION] * (num_layers * lanes)
+    if len(kinds) != num_layers or not all(isinstance(kind, LayerKind) for kind in kinds):
+        raise InvalidArgument("kinds", kinds, f"needs one LayerKind for each of {num_layers} layers")
+    return [kind for kind in kinds for _ in range(lanes)]
+
+
+def check_keep(keep: Keep, lens: Int64, lanes: int) -> tuple[Int64, Int64, Int64]:
+    """A keep-list a row.
+
+    Args:
+        keep: live indices by layer, or by layer and lane.
+        lens: int64 [rows], live tokens of each row.
+        lanes: lanes a layer.
+
+    Returns:
+        The rows in order (int64 [k]), all indices concatenated (int64), and how many belong to each row (int64 [k]).
+    """
+    lists: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.integer]]] = {}
+    for key, indices in keep.items():
+        given = np.asarray(indices)
+        if given.size == 0:
+            given = np.empty(0, np.int64)
+        elif given.ndim != 1 or given.dtype.kind not in "iu":
+            raise InvalidArgument(f"keep[{key!r}]", given.dtype, "must be a one-dimensional list of integers")
+        for row in _rows_of(key, len(lens) // lanes, lanes):
+            if row in lists:
+                raise InvalidArgument("keep", key, "names a lane twice")
+            if len(given) and not (given[0] >= 0 and given[-1] < lens[row]):
+                outside = given[0] if given[0] < 0 else given[-1]
+                raise InvalidArgument(f"keep[{key!r}]", int(outside), f"live indices are 0 to {lens[row] - 1}")
+            lists[row] = given
+    rows = np.array(sorted(lists), np.int64)
+    counts = np.array([len(lists[row]) for row in rows.tolist()], np.int64)
+    if len(rows) == 0:
+        return rows, np.empty(0, np.int64), counts
+    flat = np.concatenate([lists[row] for row in rows.tolist()], dtype=np.int64, casting="unsafe")
+    rising = flat[1:] > flat[:-1]
+    starts = counts.cumsum()[:-1]
+    rising[starts[(starts > 0) & (starts < len(flat))] - 1] = True
+    if not rising.all():
+        at = int(rising.argmin()) + 1
+        row = int(rows[np.searchsorted(counts.cumsum(), at, side="right")])
+        raise InvalidArgument(f"keep[{divmod(row, lanes)}]", int(flat[at]), "indices must be strictly increasing")
+    return rows, flat, counts
+
+
+def _rows_of(key: object, num_layers: int, lanes: int) -> range:
+    if isinstance(key, tuple) and len(key) == 2:
+        row = check_index("layer", key[0], num_layers) * lanes + check_index("lane", key[1], lanes)
+        return range(row, row + 1)
+    layer = check_index("layer", key, num_layers)
+    return range(layer * lanes, layer * lanes + lanes)
