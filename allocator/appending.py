@@ -190,7 +190,7 @@ def append(core: Core, slots: Int64, counts: Int64) -> Plan:
 def _take_pages(core: Core, wanted: Demand) -> Plan:
     tables = core.tables
     # The frozen pages are let go only after fresh ones were taken, so that no page is both source and target.
-    fresh = core.take(wanted.fresh)
+    fresh = core.take(wanted.fresh, after=_last_pages(core, wanted), lengths=wanted.lengths)
     copies, freed = EMPTY_PLAN.copies, 0
     if wanted.fresh:
         last = wanted.columns + wanted.lengths
@@ -199,16 +199,47 @@ def _take_pages(core: Core, wanted: Demand) -> Plan:
             tables.ensure_width(slot, end)
         starts = tables.base[wanted.slots] + wanted.rows * tables.width[wanted.slots] + wanted.columns
         _scatter(tables.arena.data, starts, wanted.lengths, fresh)
+        if core.deltas is not None:
+            core.deltas.grow(wanted.slots, wanted.rows, wanted.columns, wanted.lengths, fresh)
     if len(wanted.tail_slots):
         slots = wanted.tail_slots
         at = tables.base[slots] + wanted.tail_rows * tables.width[slots] + wanted.tail_columns
         old, new = tables.arena.data[at], core.take(len(slots))
         tables.arena.data[at] = new
+        if core.deltas is not None:
+            core.deltas.grow(slots, wanted.tail_rows, wanted.tail_columns, np.ones_like(slots), new)
         copies = CopyPages(old, new)
         freed = core.release(old)
         core.counters.copied_pages += len(new)
     core.counters.table_entries += wanted.fresh
     return Plan(copies, allocated=wanted.needed, freed=freed)
+
+
+def _last_pages(core: Core, wanted: Demand) -> Int32 | None:
+    """The page before each new run, 0 at the start of a row; None for a placement that takes no hints."""
+    if core.pool.placement == "lifo":
+        return None
+    tables = core.tables
+    before = tables.base[wanted.slots] + wanted.rows * tables.width[wanted.slots] + wanted.columns - 1
+    return np.where(wanted.columns > 0, tables.arena.data[before], 0).astype(np.int32)
+
+
+def write_cross(core: Core, slot: int, rows: Int64, count: int) -> Plan:
+    """Gives the write-once `rows` of a sequence slots for `count` tokens; see `BlockAllocator.write_cross`."""
+    tables = core.tables
+    none = np.zeros(0, np.int64)
+    pages = -(-count // core.page_size)
+    lens: Int32 = tables.lens[[slot]]
+    lens[0, rows] = count
+    slots, columns, lengths = (np.full(len(rows), value) for value in (slot, 0, pages))
+    total = pages * len(rows)
+    core.require(total)
+    wanted = Demand(slots, rows, columns, lengths, none, none, none, none, np.zeros(1, np.int64), lens, total, total)
+    plan = _take_pages(core, wanted) if total else EMPTY_PLAN
+    tables.lens[slot] = lens[0]
+    core.cross_written[slot] = True
+    core.counters.live_tokens += count * len(rows)
+    return plan
 
 
 def _scatter(data: Int32, starts: Int64, lengths: Int64, pages: Int32) -> None:

@@ -62,6 +62,10 @@ class Arena:
         self.data[base : base + self.num_rows * width] = 0
         self.free.setdefault(width, []).append(base)
 
+    def load(self, data: Int32, free: dict[int, list[int]]) -> None:
+        """Replaces all extents by those of a snapshot."""
+        self.data, self.top, self.free = data, len(data), free
+
     def widen(self, base: int, width: int, needed: int) -> tuple[int, int]:
         """Moves an extent (width 0: none yet) to one of at least `needed` columns. O(extent), amortised O(1) a column.
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from allocator.deltas import DeltaLog
 from allocator.errors import OutOfPages
 from allocator.pool import PagePool
+from allocator.prefix import PrefixIndex
 from allocator.table import PageTables
-from allocator.types import Bool, Int32, Int64
+from allocator.types import Bool, Int32, Int64, PinId
 
 __all__ = ["Core", "Counters"]
 
@@ -41,23 +43,39 @@ class Core:
     """Pool, tables and counters of one allocator.
 
     Attributes:
+        prefix: published blocks, or None without prefix caching.
+        deltas: log of table changes, or None.
+        pins: pages that each pin references.
+        chains: per slot, the hash of the scope followed by those of the blocks matched or published so far.
         frozen_tail: bool [slots], whether a page that the next append would write into may be frozen. False is a
             promise, True only a hint: append looks at the pages.
         reserved: int64 [slots], pages set aside for a sequence.
         appended: bool [slots], whether a sequence holds slots of its own.
+        cross_written: bool [slots], whether its write-once tables were written.
         state_rows: bool [num_rows], rows of recurrent state.
     """
 
     def __init__(
-        self, pool: PagePool, tables: PageTables, *, watermark: int = 0, state_rows: Bool | None = None
+        self,
+        pool: PagePool,
+        tables: PageTables,
+        *,
+        prefix: PrefixIndex | None = None,
+        watermark: int = 0,
+        state_rows: Bool | None = None,
     ) -> None:
-        self.pool, self.tables, self.watermark = pool, tables, watermark
+        self.pool, self.tables, self.prefix, self.watermark = pool, tables, prefix, watermark
+        self.chains: list[bytearray] = []
         self.counters = Counters()
         self.page_size, self.num_rows = tables.page_size, tables.num_rows
         self.frozen_tail = np.zeros(0, np.bool_)
         self.appended = np.zeros(0, np.bool_)
+        self.cross_written = np.zeros(0, np.bool_)
         self.reserved = np.zeros(0, np.int64)
         self.total_reserved = 0
+        self.deltas: DeltaLog | None = None
+        self.pins: dict[PinId, Int32] = {}
+        self.next_pin = 1
         self.state_rows = np.zeros(self.num_rows, np.bool_) if state_rows is None else state_rows
 
     @property
@@ -77,12 +95,17 @@ class Core:
             raise OutOfPages(needed, max(0, available), self.usable)
 
     def take(self, n: int, *, after: Int32 | None = None, lengths: Int64 | None = None) -> Int32:
-        """Takes `n` available pages, evicting cached blocks if the free ones do not do. O(n)."""
+        """Takes `n` available pages, evicting cached blocks if the free ones do not do. O(n). Hints as in the pool."""
+        missing = n - self.pool.num_free
+        if missing > 0 and self.prefix is not None:
+            self.counters.evicted_blocks += self.prefix.evict(missing)
         return self.pool.take(n, after=after, lengths=lengths)
 
     def release(self, pages: Int32) -> int:
         """Drops one reference per entry; published pages become cached. O(n). Returns how many became available."""
-        freed, _ = self.pool.release(pages)
+        freed, cached = self.pool.release(pages)
+        if self.prefix is not None and len(cached):
+            self.prefix.rest(cached)
         return freed
 
     def open_slot(self) -> int:
@@ -90,11 +113,18 @@ class Core:
         slot = self.tables.open()
         missing = len(self.tables.handles) - len(self.frozen_tail)
         if missing:
-            self.frozen_tail = np.append(self.frozen_tail, np.zeros(missing, np.bool_))
-            self.appended = np.append(self.appended, np.zeros(missing, np.bool_))
-            self.reserved = np.append(self.reserved, np.zeros(missing, np.int64))
-        self.frozen_tail[slot] = self.appended[slot] = False
+            for name in ("frozen_tail", "appended", "cross_written", "reserved"):
+                array = getattr(self, name)
+                setattr(self, name, np.append(array, np.zeros(missing, array.dtype)))
+            self.chains.extend(bytearray() for _ in range(missing))
+        self.frozen_tail[slot] = self.appended[slot] = self.cross_written[slot] = False
+        self.chains[slot] = bytearray()
         return slot
+
+    def log_rewrite(self, slot: int) -> None:
+        """Notes, where deltas are recorded, that the tables of a sequence changed other than by growing. O(1)."""
+        if self.deltas is not None:
+            self.deltas.rewrite(slot)
 
     def written_rows(self, lens: Int32) -> Bool:
         """Rows of `lens` (int32 [n, num_rows]) whose last page the next append writes: partly filled, or state."""
@@ -108,6 +138,9 @@ class Core:
         copy = self.open_slot()
         tables.clone(slot, copy)
         self.appended[copy] = self.appended[slot]
+        self.cross_written[copy] = self.cross_written[slot]
+        self.chains[copy] = self.chains[slot].copy()
+        self.log_rewrite(copy)
         self.frozen_tail[slot] = self.frozen_tail[copy] = True
         lens = tables.row_lens(slot)
         self.counters.live_tokens += int(lens.sum())

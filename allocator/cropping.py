@@ -57,6 +57,7 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
     tables.lens[slot, rows] = counts
     tables.set_kept(slot, rows, counts, positions)
     core.frozen_tail[slot] = True
+    core.log_rewrite(slot)
     core.counters.table_entries -= len(old_pages) - len(targets)
     core.counters.live_tokens -= int(lens.sum() - counts.sum())
     core.counters.moved_slots += len(moves)

@@ -6,6 +6,7 @@ import numpy as np
 
 from allocator.core import Core
 from allocator.errors import BrokenInvariant
+from allocator.prefix import PrefixIndex
 from allocator.types import Int32
 
 __all__ = ["check_core"]
@@ -20,7 +21,9 @@ def check_core(core: Core) -> None:
     """Raises `BrokenInvariant` at the first thing that does not hold."""
     entries = [_check_sequence(core, slot) for slot in core.tables.open_slots().tolist()]
     _check_counters(core, entries)
-    _check_pool(core, entries)
+    _check_pool(core, [*entries, *core.pins.values()])
+    if core.prefix is not None:
+        _check_index(core, core.prefix)
 
 
 def _check_sequence(core: Core, slot: int) -> Int32:
@@ -69,3 +72,23 @@ def _check_pool(core: Core, entries: list[Int32]) -> None:
     _expect(pool.num_published == int(np.count_nonzero(pool.block_of)), "published page counter is wrong")
     active = int(np.count_nonzero(pool.refs))
     _expect(len(free) + active + cached + 1 == pool.num_pages, "free + active + cached + 1 is not all pages")
+
+
+def _check_index(core: Core, index: PrefixIndex) -> None:
+    pool = core.pool
+    blocks = np.array(sorted(index.by_hash.values()), np.int64)
+    _expect(len(np.unique(blocks)) == len(blocks), "two hashes name one block")
+    for digest, block in index.by_hash.items():
+        _expect(index.hash_of(block) == digest, f"block {block}: hash to block and block to hash disagree")
+    pages = index.pages[blocks]
+    _expect((pool.block_of[pages] == blocks[:, None]).all(), "page to block and block to pages disagree")
+    _expect(pages.size == pool.num_published, "a published page belongs to no block")
+    idle = (pool.refs[pages] == 0).sum(axis=1)
+    _expect((index.idle[blocks] == idle).all() and index.idle.sum() == idle.sum(), "a block's idle count is wrong")
+    listed = list(index.lru)
+    _expect(sorted(listed) == blocks[idle > 0].tolist(), "the LRU lists are not exactly the evictable blocks")
+    free = index.free_blocks.pages()
+    _expect(len(free) + len(blocks) + 1 == len(index.idle), "blocks are neither free nor published")
+    _expect(len(np.intersect1d(free, blocks)) == 0, "a published block is free")
+    if index.partial is not None:
+        _expect(sorted(index.partial.parents) == blocks.tolist(), "partial index and published blocks disagree")

@@ -166,6 +166,18 @@ class PagePool:
         """Ids on the free list, next one to be given out last. A copy. O(free)."""
         return self._free.pages()
 
+    def relocate(self, src: Int32, dst: Int32) -> None:
+        """Moves counts and marks of pages in use to free ones; the old ones become free. O(num_pages)."""
+        for array in (self.refs, self.block_of):
+            array[dst], array[src] = array[src], 0
+        taken = np.isin(self.free_pages(), dst)
+        self._free.load(np.concatenate([self.free_pages()[~taken], src]))
+
+    def load(self, refs: Int32, block_of: Int32, free: Int32) -> None:
+        """Replaces counts, marks and free list by those of a snapshot. O(num_pages)."""
+        self.refs, self.block_of, self._refs_scalar = refs, block_of, refs.data
+        self._free.load(free)
+
     def resize(self, num_pages: int) -> None:
         """Changes the number of pages. Pages that vanish are free. O(num_pages)."""
         self._free.resize(num_pages)

@@ -21,7 +21,7 @@ import numpy as np
 
 from allocator.arena import Arena, ragged
 from allocator.errors import InvalidArgument, StaleHandle
-from allocator.types import Int32, Int64, SeqId, Seqs
+from allocator.types import Bool, Int32, Int64, SeqId, Seqs
 
 __all__ = ["PageTables"]
 
@@ -43,9 +43,9 @@ class PageTables:
         base, width: int64 [capacity], the extent in `arena`.
     """
 
-    def __init__(self, num_rows: int, page_size: int, *, grows: tuple[bool, ...] | None = None) -> None:
+    def __init__(self, num_rows: int, page_size: int, *, grows: Bool | None = None) -> None:
         self.num_rows, self.page_size = num_rows, page_size
-        self.grows = np.ones(num_rows, np.bool_) if grows is None else np.array(grows, np.bool_)
+        self.grows = np.ones(num_rows, np.bool_) if grows is None else grows
         self.uniform = bool(self.grows.all())
         self.arena = Arena(num_rows)
         self.free_slots: list[int] = []
@@ -136,7 +136,8 @@ class PageTables:
 
     def open_slots(self) -> Int64:
         """All open slots, ascending. O(capacity)."""
-        return np.flatnonzero(self.handles != _CLOSED)
+        slots: Int64 = np.flatnonzero(self.handles != _CLOSED)
+        return slots
 
     # Lengths and tables
 
@@ -156,8 +157,10 @@ class PageTables:
     def row_lens(self, slot: int) -> Int64:
         """Live tokens of each row of one sequence, int64 [num_rows]. A copy."""
         if self.diverged[slot]:
-            return self.lens[slot].astype(np.int64)
-        return np.full(self.num_rows, self.seen[slot], np.int64)
+            row: Int32 = self.lens[slot]
+            return row.astype(np.int64)
+        lens: Int64 = np.full(self.num_rows, self.seen[slot], np.int64)
+        return lens
 
     def view(self, slot: int) -> Int32:
         """The tables of one sequence, [num_rows, width], not a copy. O(1)."""

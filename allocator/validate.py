@@ -9,7 +9,17 @@ import numpy as np
 from allocator.errors import InvalidArgument
 from allocator.types import Counts, Int32, Int64, Keep, LayerKind, Tokens
 
-__all__ = ["check_counts", "check_index", "check_keep", "check_size", "check_tokens", "check_windows"]
+__all__ = [
+    "INT32_MAX",
+    "check_counts",
+    "check_index",
+    "check_keep",
+    "check_kinds",
+    "check_scope",
+    "check_size",
+    "check_tokens",
+    "check_windows",
+]
 
 INT32_MAX = 2**31 - 1
 
@@ -62,6 +72,13 @@ def check_tokens(tokens: Tokens) -> Int32:
     if low < -INT32_MAX - 1 or high > INT32_MAX:
         raise InvalidArgument("tokens", high if high > INT32_MAX else low, "token ids must fit into 32 bits")
     return np.ascontiguousarray(given, np.int32)
+
+
+def check_scope(scope: object) -> bytes:
+    """A scope."""
+    if not isinstance(scope, bytes):
+        raise InvalidArgument("scope", scope, "must be bytes")
+    return scope
 
 
 def check_windows(windows: Sequence[int | None] | None, num_layers: int, lanes: int) -> Int64:
