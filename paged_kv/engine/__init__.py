@@ -1,0 +1,27 @@
+"""A continuous-batching engine for transformers decoders over per-layer pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.engine.params import InvalidParams, SamplingParams
+from paged_kv.engine.request import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from paged_kv.engine.engine import Engine
+    from paged_kv.engine.llm import LLM
+
+__all__ = ["LLM", "CompletionOutput", "Engine", "InvalidParams", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazy, so that requests and the scheduler can be imported without torch.
+    if name == "LLM":
+        from paged_kv.engine.llm import LLM
+
+        return LLM
+    if name == "Engine":
+        from paged_kv.engine.engine import Engine
+
+        return Engine
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,416 @@
+"""The engine: requests in, one forward a step, results out.
+
+Owns: the order of a step (plan, append, forward, sample, finish) and the life of requests and of the model's state.
+Does not know: how any of these is done; each has a file of its own.
+
+A step goes one way: `Scheduler.plan` -> `PagedMemory.append` -> `batch.build` -> `Runner.forward` -> sample -> finish.
+An exception in the forward pass rolls the pages back to where the step began and is raised again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from allocator import Admission
+from paged_kv._compat import text_config
+from paged_kv.engine import output
+from paged_kv.engine.batch import build
+from paged_kv.engine.options import EngineOptions
+from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.request import Request, RequestOutput, Row
+from paged_kv.engine.runner import Runner, backend_for
+from paged_kv.engine.sampling import Sampler
+from paged_kv.engine.scheduler import Limits, Scheduler, StepPlan
+from paged_kv.engine.search import Searcher
+from paged_kv.engine.stopping import watch
+from paged_kv.memory import Budget, PagedMemory
+from paged_kv.spec import KVSpec
+
+_COUNTS = ("steps", "prompt", "cached", "computed", "peak", "peak_bytes", "peak_dynamic")
+
+#: Text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class InvalidRequest(ValueError):
+    """Raised when a request cannot be run as it is. Do: correct the value that is named."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine: counts since it was opened, and what is going on now.
+
+    Attributes:
+        peak_bytes: Most bytes of pages in use after a step.
+        peak_dynamic_bytes: Most bytes that transformers' `DynamicCache` would have held for the same rows, unpadded.
+        mean_live_len: Tokens that each paged layer held at the end of a row, mean over the ended rows.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    pages_used: int
+    pages_total: int
+    peak_pages: int
+    pages_freed_by_crops: int
+    peak_bytes: int
+    peak_dynamic_bytes: int
+    mean_live_len: tuple[float, ...]
+
+
+class Engine:
+    """Runs requests on one model, many at a time; not thread-safe.
+
+    The model is switched over while the engine is open (attention, evaluation mode, packed weights) and given back as
+    it was by `close`, or at the end of a `with` block.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        options: EngineOptions | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Take pages and switch the model over.
+
+        Raises:
+            UnsupportedModel: The model's layers cannot be paged.
+            UnsupportedByEngine: The model cannot run packed.
+            ValueError: An option is out of range.
+        """
+        self.options = options or EngineOptions()
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._max_len = _max_len(model, self.options.max_model_len)
+        self._eos_ids = frozenset(_eos_ids(model))
+        specs = KVSpec.from_model(model, page_size=self.options.page_size, lanes=self.options.lanes)
+        budget = Budget.of(
+            specs,
+            num_pages=self.options.num_pages,
+            kv_cache_bytes=self.options.kv_cache_bytes,
+            memory_fraction=self.options.memory_fraction,
+        )
+        caching = self.options.enable_prefix_caching and len(specs) == 1
+        self.memory = PagedMemory(specs, budget, enable_prefix_caching=caching)
+        self._slides = any(window is not None for spec in specs for window in spec.windows)
+        self._scheduler = Scheduler(self.memory, self._limits(caching))
+        self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=_encoder(tokenizer))
+        self._runner = Runner(model, self.memory, backend_for(self.options.backend), optimize=self.options.optimize)
+        self._searcher = Searcher(self.memory, self._scheduler, self._sampler, self._eos_ids, tokenizer)
+        self._requests: dict[str, Request] = {}
+        self._finished: list[RequestOutput] = []
+        self._arrivals = 0
+        self._closed = False
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    def _limits(self, caching: bool) -> Limits:
+        options = self.options
+        total = self.memory.stats()[0].total_pages
+        return Limits(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            page_size=options.page_size,
+            watermark=int(total * options.watermark),
+            prefix_caching=caching,
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        scope: bytes = b"",
+        stream: bool = False,
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: A name that no unfinished request has.
+            prompt: Text, token ids, or a mapping with `prompt_token_ids`, and if wanted `prompt` (their text) and
+                `logits_from` (report log probabilities of the prompt from the token after this position on).
+            params: How to continue.
+            priority: Smaller runs earlier.
+            scope: Prefixes are shared only between requests of equal scope.
+            stream: Whether `step` also returns this request's partial results.
+
+        Raises:
+            InvalidRequest: The prompt is empty, too long, holds unknown tokens, or the id is taken.
+        """
+        if self._closed:
+            raise InvalidRequest("the engine is closed")
+        if request_id in self._requests:
+            raise InvalidRequest(f"request id {request_id!r} is in use")
+        params = params or SamplingParams()
+        text, ids, logits_from = self._parse(prompt)
+        self._check(ids, params)
+        if params.prompt_logprobs is not None and logits_from is None:
+            logits_from = 0
+        request = Request(
+            request_id,
+            ids,
+            params,
+            arrival=self._arrivals,
+            priority=priority,
+            scope=scope,
+            prompt=text,
+            max_len=self._max_len,
+            logits_from=logits_from,
+        )
+        try:
+            seed = params.seed if params.seed is not None else self.options.seed * 1_000_003 + self._arrivals
+            row = request.rows[0]
+            row.sampler = self._sampler.prepare(params, seed)
+            watch(row, self.tokenizer, streams=stream)
+            self._scheduler.add(request)
+        except ValueError as error:
+            raise InvalidRequest(str(error)) from error
+        request.streams = stream
+        request.timings["arrival"] = self._clock()
+        self._arrivals += 1
+        self._requests[request_id] = request
+        self._counts["prompt"] += len(ids)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now and give its pages back; returns what it had, None if it is not running (any more)."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._end(request, "abort")
+        return self._finished.pop()
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting, running, or finished but not returned by `step` yet."""
+        return bool(self._requests) or bool(self._finished)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._requests)
+
+    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], int | None]:
+        """Text (if known), token ids and the first position whose logits are wanted."""
+        if isinstance(prompt, str):
+            return prompt, self._tokens(prompt), None
+        if not isinstance(prompt, Mapping):
+            return None, self._tokens(prompt), None
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids", text)
+        if ids is None:
+            raise InvalidRequest("a prompt mapping needs prompt or prompt_token_ids")
+        return text, self._tokens(ids), prompt.get("logits_from")
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("a text prompt needs a tokenizer; this engine has none: give token ids")
+            return list(self.tokenizer(prompt)["input_ids"])
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
+        ids: list[Any] = list(prompt)
+        for token in ids:
+            if type(token) is not int or token < 0:
+                raise InvalidRequest(f"a prompt is text or a list of token ids, got {token!r} in it")
+        return ids
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        if not ids:
+            raise InvalidRequest("the prompt is empty")
+        vocab = self._runner.vocab_size
+        highest = max(*ids, *params.stop_token_ids, *(params.logit_bias or {}), 0)
+        if highest >= vocab:
+            raise InvalidRequest(f"token id {highest} is outside the model's vocabulary of {vocab}")
+        room = self._max_len - (params.max_tokens != 0)
+        if len(ids) > room:
+            raise InvalidRequest(f"the prompt has {len(ids)} tokens, the model takes at most {room}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; this engine has none: use stop_token_ids")
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one batch; returns the requests that ended, and news of those that stream.
+
+        Raises:
+            Exception: Whatever the model raised; pages are as before the step, and the requests go on at the next one.
+        """
+        plan = self._scheduler.plan()
+        for row, answer in plan.unfit:
+            self._unfit(row, answer)
+        news: set[Request] = set()
+        if plan.rows:
+            news = self._compute(plan)
+        for request in news:
+            if request.finished:
+                self._finish(request)
+            elif request.streams:
+                self._finished.append(output.of_request(request, self.tokenizer, finished=False))
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _compute(self, plan: StepPlan) -> set[Request]:
+        """The forward pass of a plan and what follows from its logits; returns the requests that got on."""
+        batch = build(plan, self._runner.device)
+        seqs = plan.seqs
+        now = self._clock()
+        for row in plan.rows:
+            row.request.timings.setdefault("first_scheduled", now)
+        self.memory.append(seqs, plan.counts)
+        try:
+            logits = self._runner.forward(batch, self.memory.step(seqs, plan.counts))
+        except BaseException:
+            self.memory.truncate(seqs, plan.counts)
+            raise
+        self._scheduler.advance(plan)
+        self._count(plan)
+        self._searcher.verify(batch, logits)
+        self._publish(plan)
+        self._searcher.crop(plan.rows)
+        return self._searcher.take(batch, logits, self._clock())
+
+    def _publish(self, plan: StepPlan) -> None:
+        """Share full blocks, and free pages behind windows, for the rows that crossed a page border."""
+        size = self.options.page_size
+        crossed = [
+            row
+            for row, count in zip(plan.rows, plan.counts, strict=True)
+            if row.num_computed // size > (row.num_computed - count) // size
+        ]
+        if self._scheduler.limits.prefix_caching:
+            for row in crossed:
+                if row.seq is not None and not row.num_cropped:
+                    self.memory.commit(row.seq, row.tokens[: row.num_computed])
+        if self._slides and crossed:
+            self.memory.slide([row.seq for row in crossed if row.seq is not None])
+
+    def _count(self, plan: StepPlan) -> None:
+        counts = self._counts
+        counts["steps"] += 1
+        counts["computed"] += sum(plan.counts)
+        used = [stats.active_pages for stats in self.memory.stats()]
+        specs = [group.spec for group in self.memory.groups]
+        counts["peak"] = max(counts["peak"], sum(used))
+        held = sum(pages * spec.bytes_per_page for pages, spec in zip(used, specs, strict=True))
+        counts["peak_bytes"] = max(counts["peak_bytes"], held)
+        seen = sum(row.num_computed for row in self._scheduler.running)
+        counts["peak_dynamic"] = max(counts["peak_dynamic"], seen * sum(spec.bytes_per_token for spec in specs))
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _unfit(self, row: Row, answer: Admission) -> None:
+        """A row that the pool cannot hold although it is alone: what it has is its result."""
+        request = row.request
+        if row.finish_reason is not None:
+            return
+        if row.num_output == 0 or request.lockstep:
+            request.error = (
+                f"{len(row.tokens)} tokens need {answer.needed} pages and the pool has {answer.total} "
+                f"({answer.available} available)"
+            )
+            self._end(request, "error")
+            return
+        self._searcher.end(row, "length")
+        if request.finished:
+            self._finish(request)
+
+    def _end(self, request: Request, reason: str) -> None:
+        for row in list(request.rows):
+            self._scheduler.finish(row, reason)
+        self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        request.timings["finished"] = self._clock()
+        self._counts["cached"] += request.num_cached_tokens
+        self._finished.append(output.of_request(request, self.tokenizer, finished=True))
+        del self._requests[request.request_id]
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine was opened and the state now."""
+        pools = self.memory.stats()
+        counts = self._counts
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting,
+            num_steps=counts["steps"],
+            num_prompt_tokens=counts["prompt"],
+            num_cached_tokens=counts["cached"],
+            num_computed_tokens=counts["computed"],
+            num_output_tokens=self._searcher.num_tokens,
+            num_preemptions=self._scheduler.num_preemptions,
+            pages_used=sum(pool.active_pages for pool in pools),
+            pages_total=sum(pool.total_pages for pool in pools),
+            peak_pages=counts["peak"],
+            pages_freed_by_crops=self._searcher.pages_freed,
+            peak_bytes=counts["peak_bytes"],
+            peak_dynamic_bytes=counts["peak_dynamic"],
+            mean_live_len=tuple((self._searcher.live_sums / max(1, self._searcher.num_ended)).tolist()),
+        )
+
+    def check(self) -> None:
+        """Assert the invariants of pages and scheduler.
+
+        Raises:
+            AssertionError: One is broken.
+        """
+        self.memory.check()
+        self._scheduler.check()
+
+    def close(self) -> None:
+        """End what runs, give all pages back and leave the model as it was; closing twice does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for request in list(self._requests.values()):
+            self._end(request, "abort")
+        self._finished.clear()
+        self._runner.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _max_len(model: Any, limit: int | None) -> int:
+    """Most tokens of a sequence: the model's positions, or the given limit if that is lower.
+
+    Raises:
+        ValueError: The limit is above the model's positions.
+    """
+    positions = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is None:
+        return int(positions) if positions else 1 << 30
+    if positions and limit > positions:
+        raise ValueError(f"max_model_len={limit} is above the model's {positions} positions")
+    return limit
+
+
+def _eos_ids(model: Any) -> list[int]:
+    for config in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+    return []
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]] | None:
+    if tokenizer is None:
+        return None
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])

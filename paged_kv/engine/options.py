@@ -1,0 +1,56 @@
+"""How an engine is set up.
+
+Owns: the engine's options and their defaults.
+Does not know: how any of them is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Settings of an engine; all have defaults that fit an offline batch.
+
+    Attributes:
+        num_pages: Pages of a fixed pool, null page included; at most one of the three sizes may be given.
+        kv_cache_bytes: Bytes of a fixed pool.
+        memory_fraction: Share of the free memory that the pool may grow to; 0.9 if no size is given.
+        page_size: Tokens of a page.
+        lanes: "head" gives every KV head its own page table, for methods that crop by head.
+        max_num_seqs: Most sequences that run at once.
+        max_num_batched_tokens: Most tokens of one forward pass.
+        max_model_len: Most tokens of a sequence, prompt and output; the model's positions by default.
+        enable_prefix_caching: Whether requests share the pages of equal prefixes.
+        watermark: Share of the pool that admission leaves to the requests that already run.
+        backend: Attention backend by name; "auto" takes the fastest one that works here.
+        optimize: Pack the model's weights for the CPU while the engine is open.
+        num_draft_tokens: Most tokens guessed ahead from the row's own text and verified in one step, for greedy rows
+            while few of them run; 0 turns it off. The output is the same.
+        seed: Seed of the requests that bring none; each draws differently.
+    """
+
+    num_pages: int | None = None
+    kv_cache_bytes: int | None = None
+    memory_fraction: float | None = None
+    page_size: int = 16
+    lanes: Literal["layer", "head"] = "layer"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 1024
+    max_model_len: int | None = None
+    enable_prefix_caching: bool = True
+    watermark: float = 0.01
+    backend: str = "auto"
+    optimize: bool = True
+    num_draft_tokens: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
+        if self.num_draft_tokens < 0:
+            raise ValueError(f"num_draft_tokens must be at least 0, got {self.num_draft_tokens}")

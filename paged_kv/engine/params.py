@@ -1,0 +1,206 @@
+"""What a user asks of one request, checked when it is written down.
+
+Owns: the sampling parameters, their ranges and conflicts.
+Does not know: torch, tokenizers, how a token is drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+#: A custom processor: `(input_ids [1, len], scores [1, vocab]) -> scores`, as `transformers.LogitsProcessor`.
+Processor = Callable[[Any, Any], Any]
+
+
+class InvalidParams(ValueError):
+    """Raised when a sampling value is out of range, unknown or in conflict. Do: correct the value that is named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to continue a prompt. Names and defaults as in vLLM, so that code moves over.
+
+    Attributes:
+        n: Completions returned.
+        best_of: Completions generated, of which the `n` most likely are returned; `n` by default.
+        beam_width: Beam search with so many beams instead of sampling; returns the `n` best.
+        length_penalty: Beam search divides a beam's log probability by `length ** length_penalty`.
+        temperature: 0 is greedy.
+        top_k: Only the `top_k` likeliest tokens; 0 or -1 for all.
+        top_p: Only the smallest set of likeliest tokens whose probability reaches `top_p`.
+        min_p: Only tokens at least `min_p` times as likely as the likeliest.
+        repetition_penalty: Divides positive logits of tokens in prompt or output (multiplies negative ones); 1 is off.
+        presence_penalty: Subtracted once from the logit of each token in the output.
+        frequency_penalty: Subtracted from a token's logit as often as it is in the output.
+        logit_bias: Token id to a value added to its logit.
+        bad_words: Strings that the output must not contain.
+        max_tokens: Most tokens of the output; None for as many as the model's positions allow.
+        min_tokens: No eos or stop token before so many.
+        stop: Strings that end the output; the output ends before them.
+        stop_token_ids: Tokens that end the output.
+        include_stop_str_in_output: Keep the stop string in the text.
+        ignore_eos: Go on after the model's end-of-sequence token.
+        seed: Draws depend on this, the completion's index and the token's index alone; None uses the engine's seed.
+        logprobs: Log probabilities of the chosen token and of so many likeliest ones, at each output token.
+        prompt_logprobs: The same for the prompt's tokens, from the second on.
+        skip_special_tokens: Leave special tokens out of the text.
+        logits_processors: Custom `transformers` processors, called for this request alone.
+        compression: When and how to crop, see `paged_kv.engine.compress.Compression`; None keeps all tokens.
+        structured: A grammar that the output must follow, see `paged_kv.engine.structured`.
+        extra: Free for the caller.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: tuple[str, ...] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    logits_processors: tuple[Processor, ...] = ()
+    compression: Any = None
+    structured: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _strings(name, getattr(self, name)))
+        for name in ("stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+        self._check_integers()
+        self._check_numbers()
+        self._check_conflicts()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken, without a draw."""
+        return self.temperature == 0.0
+
+    @property
+    def width(self) -> int:
+        """Sequences that a request of these parameters runs side by side."""
+        return self.beam_width or self.best_of or self.n
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
+        """Parameters from JSON-like values, on top of `base`.
+
+        Raises:
+            InvalidParams: An unknown name (named, with the known ones), or a value of the wrong kind or range.
+        """
+        known = {f.name for f in fields(cls)} - {"logits_processors", "compression", "extra"}
+        if unknown := sorted(set(values) - known):
+            raise InvalidParams(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        given = dict(values)
+        if isinstance(bias := given.get("logit_bias"), Mapping):
+            given["logit_bias"] = {_token("logit_bias", key): value for key, value in bias.items()}
+        return replace(base, **given) if base is not None else cls(**given)
+
+    def _check_integers(self) -> None:
+        least = {"n": 1, "best_of": 1, "beam_width": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0}
+        least |= {"logprobs": 0, "prompt_logprobs": 0}
+        optional = {"best_of", "beam_width", "max_tokens", "logprobs", "prompt_logprobs"}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is None and name in optional:
+                continue
+            if not _is_integer(value) or value < low:
+                raise InvalidParams(f"{name} must be an integer of at least {low}, got {value!r}")
+        if self.seed is not None and not _is_integer(self.seed):
+            raise InvalidParams(f"seed must be an integer, got {self.seed!r}")
+        for token in self.stop_token_ids:
+            _token("stop_token_ids", token)
+
+    def _check_numbers(self) -> None:
+        ranges = {
+            "temperature": (0.0, math.inf),
+            "top_p": (0.0, 1.0),
+            "min_p": (0.0, 1.0),
+            "repetition_penalty": (0.0, math.inf),
+            "presence_penalty": (-2.0, 2.0),
+            "frequency_penalty": (-2.0, 2.0),
+            "length_penalty": (-math.inf, math.inf),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if not _is_number(value) or not math.isfinite(value):
+                raise InvalidParams(f"{name} must be a finite number, got {value!r}")
+            if not low <= value <= high:
+                raise InvalidParams(f"{name} must be between {low} and {high}, got {value!r}")
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise InvalidParams(f"{name} must be above 0, got {getattr(self, name)!r}")
+        for token, bias in (self.logit_bias or {}).items():
+            _token("logit_bias", token)
+            if not _is_number(bias) or math.isnan(bias):
+                raise InvalidParams(f"logit_bias of token {token} must be a number, got {bias!r}")
+
+    def _check_conflicts(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidParams(f"best_of must be at least n={self.n}, got {self.best_of}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParams(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.greedy and self.width > 1 and self.beam_width is None:
+            raise InvalidParams(f"greedy sampling gives one completion, not {self.width}: raise the temperature")
+        if self.beam_width is not None:
+            self._check_beam(self.beam_width)
+
+    def _check_beam(self, width: int) -> None:
+        if self.n > width:
+            raise InvalidParams(f"n={self.n} is above beam_width={width}")
+        if self.best_of is not None:
+            raise InvalidParams("best_of and beam_width are two ways of searching: give one")
+        clash = [name for name in ("compression", "structured") if getattr(self, name) is not None]
+        if clash or self.logits_processors:
+            raise InvalidParams(f"beam search takes no {(*clash, 'logits_processors')[0]}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    strings = (value,) if isinstance(value, str) else tuple(value)
+    for string in strings:
+        if not _is_text(string):
+            raise InvalidParams(f"{name} must hold non-empty strings, got {string!r}")
+    return strings
+
+
+def _token(name: str, value: object) -> int:
+    try:
+        token = int(value)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        raise InvalidParams(f"{name} must name token ids, got {value!r}") from None
+    if isinstance(value, bool) or token < 0:
+        raise InvalidParams(f"{name} must name token ids, got {value!r}")
+    return int(token)

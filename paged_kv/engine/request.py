@@ -1,0 +1,188 @@
+"""Requests and their rows: what the engine knows about work in progress, and what it hands back.
+
+Owns: the state of a request from arrival to result.
+Does not know: torch, pages, when a row runs.
+
+A *request* is a prompt with parameters. It runs as one *row* while its prompt is prefilled, and as several afterwards
+if several completions were asked for (the others are forks of the first).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from allocator import SeqId
+from paged_kv.engine.params import SamplingParams
+
+#: Token id to (log probability, rank) at one position, as far as asked for.
+Logprobs = dict[int, float]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt on its way through the engine.
+
+    Attributes:
+        request_id: The caller's name for it.
+        prompt_ids: Token ids of the prompt.
+        params: How to continue.
+        arrival: Order of arrival, unique.
+        priority: Smaller runs earlier; equal priorities are first come, first served.
+        scope: Salt of the prefix cache: prefixes are shared within a scope only.
+        prompt: The prompt's text, if text was given.
+        max_len: Tokens after which every row ends (prompt and output).
+        logits_from: Prompt positions from here on need their logits too (prompt log probabilities), None for none.
+        rows: Rows that are not finished, waiting or running.
+        done: Finished rows.
+        forked: Whether the rows of the other completions exist.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrival: int
+    priority: int = 0
+    scope: bytes = b""
+    prompt: str | None = None
+    max_len: int = 1 << 62
+    logits_from: int | None = None
+    rows: list[Row] = field(default_factory=list)
+    done: list[Row] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    prompt_logprobs: list[Logprobs | None] | None = None
+    error: str | None = None
+    beam: Any = None
+    forked: bool = False
+    streams: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            self.rows.append(Row(self, 0, list(self.prompt_ids)))
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Sorts requests in the order in which they are served."""
+        return (self.priority, self.arrival)
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether the rows take each step together (beam search)."""
+        return self.params.beam_width is not None
+
+    @property
+    def seats(self) -> int:
+        """Rows that this request may come to run."""
+        return len(self.rows) if self.forked else self.params.width
+
+    @property
+    def finished(self) -> bool:
+        """Whether no row is left to run."""
+        return not self.rows
+
+
+@dataclass(slots=True, eq=False)
+class Row:
+    """One sequence of tokens being continued.
+
+    Attributes:
+        request: Whose it is.
+        index: Which of the request's completions.
+        tokens: Prompt and output so far.
+        seq: Its pages, None while it waits.
+        num_computed: Tokens whose keys and values are in the pages (seen tokens).
+        draft: Guessed next tokens, verified by the next step.
+    """
+
+    request: Request
+    index: int
+    tokens: list[int]
+    seq: SeqId | None = None
+    num_computed: int = 0
+    draft: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    cumulative_logprob: float = 0.0
+    logprobs: list[Logprobs] = field(default_factory=list)
+    text: str | None = None
+    block_keys: list[int] | None = None
+    queued: bool = False
+    detokenizer: Any = None
+    sampler: Any = None
+    num_cropped: int = 0
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - len(self.request.prompt_ids)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def num_todo(self) -> int:
+        """Known tokens that are not in the pages yet: 1 for a row that decodes."""
+        return len(self.tokens) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a request."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    cumulative_logprob: float | None = None
+    logprobs: Sequence[Logprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What became of a request.
+
+    Attributes:
+        outputs: The completions, best first where they were ranked. Empty only if the request was refused.
+        finished: False for a partial result of a stream.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        timings: Seconds on the engine's clock: `arrival`, `first_scheduled`, `first_token`, `finished`.
+        error: Why the request failed, if its finish reason is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: Sequence[CompletionOutput]
+    finished: bool = True
+    prompt_logprobs: Sequence[Logprobs | None] | None = None
+    num_cached_tokens: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Text of the first completion."""
+        return self.outputs[0].text if self.outputs else ""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Tokens of the first completion."""
+        return self.outputs[0].token_ids if self.outputs else ()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first completion: "stop", "length", "abort" or "error"; "error" if the request was refused."""
+        if self.error is not None:
+            return "error"
+        return self.outputs[0].finish_reason if self.outputs else None

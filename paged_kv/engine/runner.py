@@ -1,0 +1,154 @@
+"""The model as the engine uses it: one packed forward a step.
+
+Owns: switching the model over and back (attention, training mode, packed weights), and the cache object that carries a
+step's pages through the forward pass.
+Does not know: requests, scheduling, sampling.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from allocator import KVError
+from paged_kv._compat import CACHE_KEYWORD, attention_of
+from paged_kv.attention.attach import PACKED_ATTENTION, register
+from paged_kv.attention.base import AttentionOptions, Backend, tie
+from paged_kv.attention.sdpa import SdpaBackend
+from paged_kv.engine.batch import Batch
+from paged_kv.memory import PagedMemory, Step
+
+
+class UnsupportedByEngine(KVError):
+    """Raised when a model cannot run packed. Do: read the reason; use the drop-in cache with `model.generate`."""
+
+
+class PackedCache(DynamicCache):
+    """What the model takes for its cache: writes the step's keys and values into pages, keeps nothing itself."""
+
+    def __init__(self, backend: Backend, windows: dict[int, int | None]) -> None:
+        """Attend with `backend`; `windows` names the paged layers."""
+        super().__init__()
+        self._backend = backend
+        self._windows = windows
+        self.step: Step | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values `[1, kv_heads, tokens, width]` and hand on where its pages are."""
+        if self.step is None:
+            raise KVError("a packed cache belongs to a step of the engine and is empty outside of it")
+        self.step.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        handle = PackedHandle(self._backend, self.step, layer_idx, self._windows[layer_idx])
+        return tie(key_states, handle), value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Nothing is before the packed tokens: positions are given."""
+        return 0
+
+
+class PackedHandle:
+    """What the attention function finds on the key: one layer's pages in this step."""
+
+    __slots__ = ("_backend", "_layer", "_step", "_window")
+
+    def __init__(self, backend: Backend, step: Step, layer: int, window: int | None) -> None:
+        self._backend = backend
+        self._step = step
+        self._layer = layer
+        self._window = window
+
+    def attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
+        """Attend packed queries `[1, q_heads, tokens, key_width]`; returns `[1, tokens, q_heads, value_width]`."""
+        view = self._step.view(self._layer, self._window)
+        return self._backend.attend(query[0].transpose(0, 1), view, options).unsqueeze(0)
+
+
+class Runner:
+    """A model switched over to packed attention, until `close`."""
+
+    def __init__(self, model: Any, memory: PagedMemory, backend: Backend, *, optimize: bool = True) -> None:
+        """Switch `model` over; everything is undone if that fails.
+
+        Raises:
+            UnsupportedByEngine: The model does not take its attention from transformers' registry.
+        """
+        self._model = model
+        self._training = bool(model.training)
+        self._attention = attention_of(model)
+        self._optimized: Any = None
+        windows = {layer: window for group in memory.groups for layer, window in _windows(group.spec)}
+        self._cache = PackedCache(backend, windows)
+        self.device: torch.device = memory.groups[0].spec.device
+        try:
+            register()
+            model.eval()
+            model.set_attn_implementation(PACKED_ATTENTION)
+            if attention_of(model) != PACKED_ATTENTION:
+                raise UnsupportedByEngine(f"{type(model).__name__} does its own attention and cannot run packed")
+            if optimize:
+                self._optimized = optimized(model)
+        except BaseException:
+            self.close()
+            raise
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, step: Step) -> Tensor:
+        """One pass over a step's tokens; returns the logits asked for, `[lines, vocab]`."""
+        self._cache.step = step
+        try:
+            result = self._model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                use_cache=True,
+                logits_to_keep=batch.logits_index,
+                **{CACHE_KEYWORD: self._cache},
+            )
+        finally:
+            self._cache.step = None
+        logits: Tensor = result.logits[0]
+        return logits
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that the model has an embedding for."""
+        return int(self._model.get_input_embeddings().num_embeddings)
+
+    def close(self) -> None:
+        """Leave the model as it was found."""
+        if self._optimized is not None:
+            self._optimized.undo()
+            self._optimized = None
+        if attention_of(self._model) != self._attention:
+            self._model.set_attn_implementation(self._attention)
+        self._model.train(self._training)
+
+
+def optimized(model: Any) -> Any:
+    """Pack the weights of a model on the CPU, where that is built; returns what undoes it, or None."""
+    if model.device.type != "cpu":
+        return None
+    try:
+        from paged_kv.optimize import optimize_for_cpu
+    except ImportError:
+        return None
+    return optimize_for_cpu(model)
+
+
+def _windows(spec: Any) -> list[tuple[int, int | None]]:
+    return list(zip(spec.layers, spec.windows, strict=True))
+
+
+def backend_for(name: str) -> Backend:
+    """An attention backend by name; "auto" takes the fastest that works here.
+
+    Raises:
+        ValueError: No backend of this name.
+    """
+    if name in ("auto", "sdpa"):
+        return SdpaBackend()
+    raise ValueError(f'backend must be "auto" or "sdpa", got {name!r}')

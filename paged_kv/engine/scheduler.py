@@ -1,0 +1,399 @@
+"""Who runs in the next step: continuous batching in integers.
+
+Owns: the waiting queue, the running rows, admission, chunking of prompts, preemption.
+Does not know: torch, what a token means, what is in a page.
+
+A step computes at most `max_num_batched_tokens` tokens: one of each row that decodes, then chunks of prompts in order
+of priority and arrival, then newly admitted rows. Whether pages suffice is asked of `can_append`; when they do not, the
+youngest row gives its pages back and is recomputed later (its published blocks make that cheap). The oldest row is
+never preempted for a younger one and admission is strictly in order, so that every request ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from allocator import Admission, SeqId, Verdict
+from paged_kv.engine.request import Request, Row
+
+#: A row waits for another's prefill if it can take over at least this share of its tokens, and two pages.
+MIN_SHARED_FRACTION = 1 / 8
+
+
+class Memory(Protocol):
+    """What the scheduler asks of the pages; `paged_kv.memory.PagedMemory` is one."""
+
+    def open(
+        self, tokens: Sequence[int] | None = None, *, scope: bytes = b"", limit: int | None = None
+    ) -> tuple[SeqId, int]:
+        """Open a sequence; returns its id and how many of its tokens are there already."""
+        ...
+
+    def can_append(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> Admission:
+        """Whether so many new tokens of each sequence fit."""
+        ...
+
+    def close(self, seq: SeqId) -> object:
+        """Give a sequence's pages back."""
+        ...
+
+    def preempt(self, seq: SeqId) -> object:
+        """Give a sequence's pages back, to be recomputed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a step.
+
+    Attributes:
+        max_num_seqs: Most rows that run at once.
+        max_num_batched_tokens: Most tokens that one forward computes.
+        page_size: Tokens of a block of the prefix cache.
+        watermark: Pages that admission leaves free for the rows that already run.
+        prefix_caching: Whether prompts may share pages.
+    """
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 1024
+    page_size: int = 16
+    watermark: int = 0
+    prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.watermark < 0:
+            raise ValueError(f"watermark must be at least 0, got {self.watermark}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
+                "every running row decodes one token a step"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step.
+
+    Attributes:
+        rows: Rows that take part, those that decode first.
+        counts: Tokens that each computes: those after its `num_computed`, then its draft.
+        preempted: Rows that gave their pages back and wait again.
+        unfit: Rows that the pool cannot hold even alone, with the answer; they are still here, `finish` them.
+    """
+
+    rows: tuple[Row, ...] = ()
+    counts: tuple[int, ...] = ()
+    preempted: tuple[Row, ...] = ()
+    unfit: tuple[tuple[Row, Admission], ...] = ()
+
+    @property
+    def seqs(self) -> list[SeqId]:
+        """The rows' sequences."""
+        return [row.seq for row in self.rows if row.seq is not None]
+
+
+class Scheduler:
+    """Decides each step's rows and token counts; deterministic."""
+
+    def __init__(self, memory: Memory, limits: Limits) -> None:
+        self._memory = memory
+        self.limits = limits
+        self._waiting: list[tuple[tuple[int, int], int, Row]] = []
+        self._running: dict[Row, None] = {}
+        self._num_stale = 0
+        self._blocked = False
+        self.num_preemptions = 0
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows without pages."""
+        return len(self._waiting) - self._num_stale
+
+    @property
+    def running(self) -> list[Row]:
+        """Rows with pages, in order of admission."""
+        return list(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any row is left."""
+        return bool(self._running) or self.num_waiting > 0
+
+    def check(self) -> None:
+        """Assert that running rows have pages and waiting ones none.
+
+        Raises:
+            AssertionError: They do not.
+        """
+        for row in self._running:
+            assert row.seq is not None, f"running row of {row.request.request_id} has no pages"
+            assert row in row.request.rows, f"running row of {row.request.request_id} is not among its rows"
+            assert 0 <= row.num_computed <= len(row.tokens), f"row of {row.request.request_id} is ahead of its tokens"
+        for _, _, row in self._waiting:
+            assert row.seq is None, f"waiting row of {row.request.request_id} has pages"
+        assert sum(self._seats(row) for row in self._running) <= self.limits.max_num_seqs, "more rows than seats"
+
+    # -- changes from outside ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            ValueError: It asks for more rows than may ever run at once.
+        """
+        if request.seats > self.limits.max_num_seqs:
+            raise ValueError(f"{request.seats} completions asked for, at most {self.limits.max_num_seqs} run at once")
+        for row in request.rows:
+            self._push(row)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Note that the step's tokens are in the pages."""
+        for row, count in zip(plan.rows, plan.counts, strict=True):
+            row.num_computed += count
+
+    def fork(self, row: Row, others: Iterable[Row]) -> None:
+        """Let forks of a running row run as well; they hold their own sequence already."""
+        row.request.forked = True
+        for other in others:
+            row.request.rows.append(other)
+            self._running[other] = None
+
+    def finish(self, row: Row, reason: str) -> None:
+        """Take a row out, running or waiting, and give its pages back."""
+        row.finish_reason = reason
+        row.request.rows.remove(row)
+        row.request.done.append(row)
+        self._release(row)
+
+    def drop(self, row: Row) -> None:
+        """Take a row out without a result (a beam that lost)."""
+        row.request.rows.remove(row)
+        row.finish_reason = "dropped"
+        self._release(row)
+
+    def pages_freed(self) -> None:
+        """Note that pages came back by another way (a crop): blocked admission is tried again."""
+        self._blocked = False
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """The next step; `append` of its sequences and counts will not run out of pages."""
+        work = self._running_work()
+        preempted: list[Row] = []
+        unfit: dict[Row, Admission] = {}
+        self._make_room(work, preempted, unfit)
+        if self._waiting and not preempted and not self._blocked:
+            self._admit(work, unfit)
+        if not work and not preempted and not unfit and self._running:
+            self._break_stall(preempted, unfit)
+        return StepPlan(tuple(work), tuple(work.values()), tuple(preempted), tuple(unfit.items()))
+
+    def _running_work(self) -> dict[Row, int]:
+        """Tokens of the running rows: decodes, then prompt chunks by priority and arrival, within the budget."""
+        budget = self.limits.max_num_batched_tokens
+        work: dict[Row, int] = {}
+        prefill: list[Row] = []
+        for row in self._running:
+            if row.num_todo > 1:
+                prefill.append(row)
+            elif count := min(self._wanted(row), budget):
+                work[row] = count
+                budget -= count
+        for row in sorted(prefill, key=_age):
+            if count := min(self._wanted(row), budget):
+                work[row] = count
+                budget -= count
+        return work
+
+    @staticmethod
+    def _wanted(row: Row) -> int:
+        """Tokens that a row would compute next if the budget allowed."""
+        todo = row.num_todo
+        request = row.request
+        if (compression := request.params.compression) is not None:
+            # Crops fall on the same tokens when a row is recomputed in chunks.
+            until = compression.until_due(row.num_prompt, row.num_computed)
+            todo = todo if until is None else min(todo, until)
+        if request.lockstep and request.forked:
+            if todo > 1:
+                return todo - 1
+            return int(all(other.seq is not None and other.num_todo == 1 for other in request.rows))
+        return todo + len(row.draft)
+
+    def _make_room(self, work: dict[Row, int], preempted: list[Row], unfit: dict[Row, Admission]) -> None:
+        """Take rows out of `work` until it fits: drafts first, then the pages of the youngest."""
+        while work:
+            seqs = [row.seq for row in work if row.seq is not None]
+            answer = self._memory.can_append(seqs, list(work.values()))
+            if answer.verdict is Verdict.OK:
+                return
+            if any(row.draft for row in work):
+                for row in work:
+                    work[row] -= min(len(row.draft), work[row] - 1)
+                    row.draft = []
+                continue
+            victim = max((row for row in self._running if row not in unfit), key=_age)
+            group = [row for row in victim.request.rows if row.seq is not None] if victim.request.lockstep else [victim]
+            alone = len(self._running) - len(unfit) == len(group)
+            for row in group:
+                work.pop(row, None)
+                if alone:
+                    unfit[row] = answer
+                else:
+                    self._preempt(row)
+                    preempted.append(row)
+
+    def _break_stall(self, preempted: list[Row], unfit: dict[Row, Admission]) -> None:
+        """No row can go on: beams hold pages while their siblings wait for some. The youngest request gives way."""
+        youngest = max(self._running, key=_age).request
+        group = [row for row in self._running if row.request is youngest]
+        if len(group) == len(self._running):
+            answer = self._memory.can_append([row.seq for row in group if row.seq is not None], [1] * len(group))
+            unfit.update(dict.fromkeys(group, answer))
+            return
+        for row in group:
+            self._preempt(row)
+            preempted.append(row)
+        self._blocked = False
+
+    def _admit(self, work: dict[Row, int], unfit: dict[Row, Admission]) -> None:
+        """Start waiting rows in order, as far as tokens, seats and pages go."""
+        budget = self.limits.max_num_batched_tokens - sum(work.values())
+        seats = self.limits.max_num_seqs - sum(self._seats(row) for row in self._running)
+        # Every prompt that has begun is counted in full, so that two long ones are not started on the room for one.
+        pending = {row: max(work.get(row, 0), row.num_todo) for row in self._running}
+        in_flight = self._keys_in_flight(self._running)
+        deferred: list[Row] = []
+        while budget > 0 and seats > 0 and len(deferred) < 4 * self.limits.max_num_seqs:
+            row = self._pop()
+            if row is None:
+                break
+            if self._seats(row) > seats:
+                self._push(row)
+                break
+            if self._shares(row, in_flight):
+                deferred.append(row)
+                continue
+            refusal = self._start(row, pending)
+            if refusal is not None and not self._running:
+                unfit[row] = refusal
+                continue
+            if refusal is not None:
+                self._push(row)
+                self._blocked = True
+                break
+            seats -= self._seats(row)
+            pending[row] = row.num_todo
+            if count := min(self._wanted(row), budget):
+                work[row] = count
+                budget -= count
+            in_flight |= self._keys_in_flight([row])
+        for row in deferred:
+            self._push(row)
+
+    def _start(self, row: Row, pending: dict[Row, int]) -> Admission | None:
+        """Open a waiting row's sequence if its tokens fit beside the pending ones and the watermark, or say why not."""
+        request = row.request
+        known = row.tokens if self.limits.prefix_caching else None
+        seq, cached = self._memory.open(known, scope=request.scope, limit=request.logits_from)
+        seqs = [other.seq for other in pending if other.seq is not None]
+        answer = self._memory.can_append([*seqs, seq], [*pending.values(), len(row.tokens) - cached])
+        spare = answer.available - answer.needed
+        if answer.verdict is not Verdict.OK or (pending and spare < self.limits.watermark):
+            self._memory.close(seq)
+            return answer
+        row.seq = seq
+        row.num_computed = cached
+        if not row.num_output:
+            request.num_cached_tokens = cached
+        self._running[row] = None
+        return None
+
+    # -- waiting for a shared prefix ---------------------------------------------------------------------------------
+
+    def _keys_in_flight(self, rows: Iterable[Row]) -> set[int]:
+        """Keys of the blocks that rows are about to publish."""
+        if not self.limits.prefix_caching:
+            return set()
+        size = self.limits.page_size
+        keys: set[int] = set()
+        for row in rows:
+            if row.num_todo > 1:
+                keys.update(self._block_keys(row)[row.num_computed // size :])
+        return keys
+
+    def _shares(self, row: Row, in_flight: set[int]) -> bool:
+        """Whether a waiting row would save enough by waiting until those blocks are published."""
+        if not in_flight:
+            return False
+        size = self.limits.page_size
+        usable = self._block_keys(row)[: (len(row.tokens) - 1) // size]
+        if row.request.logits_from is not None:
+            usable = usable[: row.request.logits_from // size]
+        saved = size * sum(key in in_flight for key in usable)
+        return saved >= max(2 * size, MIN_SHARED_FRACTION * len(row.tokens))
+
+    def _block_keys(self, row: Row) -> list[int]:
+        """Chained hashes of the full blocks of a row's prompt; a hint only, so collisions do no harm."""
+        if row.block_keys is None:
+            size, key = self.limits.page_size, hash(row.request.scope)
+            row.block_keys = []
+            for start in range(0, len(row.tokens) - size + 1, size):
+                key = hash((key, *row.tokens[start : start + size]))
+                row.block_keys.append(key)
+        return row.block_keys
+
+    # -- queue -------------------------------------------------------------------------------------------------------
+
+    def _push(self, row: Row) -> None:
+        row.queued = True
+        heapq.heappush(self._waiting, (row.request.key, row.index, row))
+
+    def _pop(self) -> Row | None:
+        while self._waiting:
+            row = heapq.heappop(self._waiting)[2]
+            row.queued = False
+            if row.finish_reason is None:
+                return row
+            self._num_stale -= 1
+        return None
+
+    def _preempt(self, row: Row) -> None:
+        assert row.seq is not None
+        self._memory.preempt(row.seq)
+        del self._running[row]
+        row.seq = None
+        row.num_computed = row.num_cropped = 0
+        row.draft = []
+        row.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self._push(row)
+
+    def _release(self, row: Row) -> None:
+        """Give a row's pages back, or leave its entry in the queue to be skipped."""
+        self._blocked = False
+        if row in self._running:
+            del self._running[row]
+            if row.seq is not None:
+                self._memory.close(row.seq)
+                row.seq = None
+        elif row.queued:
+            self._num_stale += 1
+
+    @staticmethod
+    def _seats(row: Row) -> int:
+        return 1 if row.request.forked else row.request.params.width
+
+
+def _age(row: Row) -> tuple[tuple[int, int], int]:
+    """Sorts rows from oldest to youngest."""
+    return (row.request.key, row.index)
