@@ -1,7 +1,48 @@
-"""Paged KV cache for Hugging Face models: a page table for every layer of every sequence over one page pool."""
+"""Paged KV cache for Hugging Face models: a page table for every layer of every sequence over one page pool.
+
+Importing it adds the attentions "paged_kv" and "paged_kv_packed" to transformers' registries and changes nothing else.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from paged_kv.attention.attach import attached, detach, register
+from paged_kv.cache import PagedCache
+from paged_kv.spec import KVSpec, UnsupportedModel
+
+if TYPE_CHECKING:
+    from paged_kv.engine import LLM, RequestOutput, SamplingParams
+    from paged_kv.optimize import optimize_for_cpu
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = [
+    "LLM",
+    "KVSpec",
+    "PagedCache",
+    "RequestOutput",
+    "SamplingParams",
+    "UnsupportedModel",
+    "__version__",
+    "attached",
+    "detach",
+    "optimize_for_cpu",
+]
+
+#: Names that cost an import of their own, and where they are.
+_LAZY = {
+    "LLM": "paged_kv.engine",
+    "RequestOutput": "paged_kv.engine",
+    "SamplingParams": "paged_kv.engine",
+    "optimize_for_cpu": "paged_kv.optimize",
+}
+
+register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'paged_kv' has no attribute {name!r}")

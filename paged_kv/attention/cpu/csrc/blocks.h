@@ -13,44 +13,80 @@ namespace paged_kv {
 constexpr int NR = 2 * VL;  // columns of a panel
 constexpr int MR = 6;       // rows of a register block: 6 x 2 accumulators + 2 panel vectors + 1 broadcast = 15 registers
 
+// Keeps the compiler from reading v again from memory at each use.
+PAGED_KV_INLINE Vec in_register(Vec v) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(v));
+#elif defined(__AVX__)
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+
 inline int64_t round_up(int64_t x, int64_t to) {
   return (x + to - 1) / to * to;
 }
 
-inline void prefetch_bytes(const void* p, int64_t bytes) {
-  const char* c = static_cast<const char*>(p);
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(c + i, 0, 3);
-}
-
 // ---- few query rows ------------------------------------------------------------------------------------------------
 
-// Query rows of one block: three where they divide (3 x 4 accumulators fill sixteen registers), else as even as can be.
+// Query rows of one block, so that accumulators and operands fit sixteen registers.
 inline int64_t rows_at_once(int64_t rows) {
-  if (rows % 3 == 0) return 3;
-  if (rows % 4 == 0) return kVecBytes == 64 ? 4 : 2;
-  return rows < 3 ? rows : rows % 3 == 1 ? 2 : 3;
+  if (rows <= 4) return rows;
+  return rows % 4 == 0 || rows == 7 ? 4 : 3;
 }
 
-// One block of MQ query rows times NK keys. q [MQ, q_stride] fp32, padded with zeros to a multiple of VL.
+// Calls fn<R>() with R = rows in 1..4.
+template <typename F>
+inline void with_rows(int64_t rows, F&& fn) {
+  switch (rows) {
+    case 4: fn.template operator()<4>(); break;
+    case 3: fn.template operator()<3>(); break;
+    case 2: fn.template operator()<2>(); break;
+    default: fn.template operator()<1>(); break;
+  }
+}
+
+// One block of MQ query rows times NK keys over the first `whole` columns, a multiple of VL. q [MQ, q_stride] fp32.
 template <typename T, int MQ, int NK>
-inline void score_block(const float* q, int64_t q_stride, const T* keys, int64_t width, float* out, int64_t out_stride) {
-  Vec acc[MQ][4] = {};
-  int64_t d = 0;
-  auto step = [&](auto&& get) {
-    Vec k[NK];
-    for (int i = 0; i < NK; i++) k[i] = get(keys + i * width + d);
-    for (int m = 0; m < MQ; m++) {
-      Vec x = load(q + m * q_stride + d);
-      for (int i = 0; i < NK; i++) acc[m][i] += x * k[i];
+PAGED_KV_INLINE void score_block(const float* q, int64_t q_stride, const T* keys, int64_t width, int64_t whole, float* out,
+                                 int64_t out_stride, int64_t ahead) {
+  Vec acc[NK][MQ];
+  PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) acc[i][m] = Vec{};
+  }
+  auto step = [&]<int half>(int64_t d) PAGED_KV_LAMBDA_INLINE {
+    Vec x[MQ];
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) x[m] = in_register(load(q + m * q_stride + d + half * VL));
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+      const Vec k = in_register(load_half<half>(keys + i * width + d));
+      PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) acc[i][m] += x[m] * k;
     }
   };
-  for (; d + VL <= width; d += VL) step([](const T* p) { return load(p); });
-  if (d < width) step([&](const T* p) { return load_some(p, width - d); });
-  for (int m = 0; m < MQ; m++) {
-    if constexpr (NK == 4) {
-      horizontal_sum4(acc[m], out + m * out_stride);
-    } else {
-      for (int i = 0; i < NK; i++) out[m * out_stride + i] = horizontal_sum(acc[m][i]);
+  int64_t d = 0;
+  for (; d + 2 * VL <= whole; d += 2 * VL) {
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) __builtin_prefetch(keys + i * width + d + ahead);
+    step.template operator()<0>(d);
+    step.template operator()<1>(d);
+  }
+  for (; d < whole; d += VL) {
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+      const Vec k = load(keys + i * width + d);
+      PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) acc[i][m] += load(q + m * q_stride + d) * k;
+    }
+  }
+  if constexpr (NK == 4) {
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
+      horizontal_sum4(acc[0][m], acc[1][m], acc[2][m], acc[3][m], out + m * out_stride);
+    }
+  } else if constexpr (MQ == 4) {
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+      float sums[4];
+      horizontal_sum4(acc[i][0], acc[i][1], acc[i][2], acc[i][3], sums);
+      for (int m = 0; m < MQ; m++) out[m * out_stride + i] = sums[m];
+    }
+  } else {
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+      PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) out[m * out_stride + i] = horizontal_sum(acc[i][m]);
     }
   }
 }
@@ -58,78 +94,85 @@ inline void score_block(const float* q, int64_t q_stride, const T* keys, int64_t
 template <typename T, int MQ>
 inline void score_rows(const float* q, int64_t q_stride, const T* keys, int64_t width, int64_t n, float* out,
                        int64_t out_stride, const T* next) {
+  constexpr int NK = MQ == 4 ? 2 : 4;
+  const int64_t whole = width / VL * VL, ahead = next - keys;
   int64_t i = 0;
-  for (; i + 4 <= n; i += 4) {
-    if (next) prefetch_bytes(next + i * width, 4 * width * sizeof(T));
-    score_block<T, MQ, 4>(q, q_stride, keys + i * width, width, out + i, out_stride);
+  for (; i + NK <= n; i += NK) {
+    score_block<T, MQ, NK>(q, q_stride, keys + i * width, width, whole, out + i, out_stride, ahead);
   }
-  for (; i < n; i++) score_block<T, MQ, 1>(q, q_stride, keys + i * width, width, out + i, out_stride);
+  for (; i < n; i++) score_block<T, MQ, 1>(q, q_stride, keys + i * width, width, whole, out + i, out_stride, ahead);
+  if (whole == width) return;
+  for (i = 0; i < n; i++) {
+    const Vec k = load_some(keys + i * width + whole, width - whole);
+    for (int m = 0; m < MQ; m++) out[m * out_stride + i] += horizontal_sum(k * load(q + m * q_stride + whole));
+  }
 }
 
-// scores[m, i] = q[m] . keys[i] for m < rows, i < n. `next`: rows to prefetch meanwhile, at least n of them, or null.
+// scores[m, i] = q[m] . keys[i] for m < rows, i < n. `next`: as many rows to prefetch meanwhile.
 template <typename T>
 inline void score_few(const float* q, int64_t q_stride, int64_t rows, const T* keys, int64_t width, int64_t n, float* out,
                       int64_t out_stride, const T* next) {
-  while (rows > 0) {
-    int64_t step = rows_at_once(rows);
-    switch (step) {
-      case 4: score_rows<T, 4>(q, q_stride, keys, width, n, out, out_stride, next); break;
-      case 3: score_rows<T, 3>(q, q_stride, keys, width, n, out, out_stride, next); break;
-      case 2: score_rows<T, 2>(q, q_stride, keys, width, n, out, out_stride, next); break;
-      default: score_rows<T, 1>(q, q_stride, keys, width, n, out, out_stride, next); break;
-    }
-    q += step * q_stride;
-    out += step * out_stride;
-    rows -= step;
-    next = nullptr;
+  for (int64_t m = 0; m < rows; next = keys) {
+    const int64_t step = rows_at_once(rows - m);
+    with_rows(step, [&]<int R>() {
+      score_rows<T, R>(q + m * q_stride, q_stride, keys, width, n, out + m * out_stride, out_stride, next);
+    });
+    m += step;
   }
 }
 
-// Columns [d, width) in steps of NV vectors, then of half as many, down to a partial vector.
-template <typename T, int MQ, int NV>
+// Columns [d, width) in steps of NP vector pairs, then of half as many; what is left of a pair in order.
+template <typename T, int MQ, int NP>
 inline void weigh_columns(const float* p, int64_t p_stride, const T* values, int64_t width, int64_t n, float* acc,
-                          int64_t acc_stride, int64_t d) {
-  auto block = [&](auto&& get) {
+                          int64_t acc_stride, int64_t d, int64_t ahead) {
+  constexpr int NV = 2 * NP;
+  for (; d + NV * VL <= width; d += NV * VL) {
     Vec c[MQ][NV];
-    for (int m = 0; m < MQ; m++) {
-      for (int j = 0; j < NV; j++) c[m][j] = load(acc + m * acc_stride + d + j * VL);
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
+      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) c[m][j] = load(acc + m * acc_stride + d + j * VL);
     }
     for (int64_t i = 0; i < n; i++) {
-      Vec v[NV];
-      for (int j = 0; j < NV; j++) v[j] = get(values + i * width + d + j * VL);
-      for (int m = 0; m < MQ; m++) {
-        Vec w = splat(p[m * p_stride + i]);
-        for (int j = 0; j < NV; j++) c[m][j] += w * v[j];
+      Vec w[MQ];
+      PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) w[m] = splat(p[m * p_stride + i]);
+      PAGED_KV_UNROLL for (int j = 0; j < NV; j += 2) {
+        const T* v = values + i * width + d + j * VL;
+        __builtin_prefetch(v + ahead);
+        const Vec v0 = load_half<0>(v), v1 = load_half<1>(v);
+        PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) c[m][j] += w[m] * v0;
+        PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) c[m][j + 1] += w[m] * v1;
       }
     }
-    for (int m = 0; m < MQ; m++) {
-      for (int j = 0; j < NV; j++) store(acc + m * acc_stride + d + j * VL, c[m][j]);
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
+      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) store(acc + m * acc_stride + d + j * VL, c[m][j]);
     }
-  };
-  for (; d + NV * VL <= width; d += NV * VL) block([](const T* x) { return load(x); });
-  if constexpr (NV > 1) {
-    if (d < width) weigh_columns<T, MQ, NV / 2>(p, p_stride, values, width, n, acc, acc_stride, d);
+  }
+  if constexpr (NP > 1) {
+    if (d < width) weigh_columns<T, MQ, NP / 2>(p, p_stride, values, width, n, acc, acc_stride, d, ahead);
   } else {
-    if (d < width) block([&](const T* x) { return load_some(x, width - d); });
+    for (; d < width; d += VL) {
+      for (int64_t i = 0; i < n; i++) {
+        const Vec v = d + VL <= width ? load(values + i * width + d) : load_some(values + i * width + d, width - d);
+        for (int m = 0; m < MQ; m++) {
+          float* c = acc + m * acc_stride + d;
+          store(c, load(c) + p[m * p_stride + i] * v);
+        }
+      }
+    }
   }
 }
 
-// acc[m, :] += sum over i < n of p[m, i] * values[i, :]; acc rows are padded to a multiple of VL.
+// acc[m, :] += sum over i < n of p[m, i] * values[i, :]; acc rows in pair order, padded to a multiple of VL.
 template <typename T>
 inline void weigh_few(const float* p, int64_t p_stride, int64_t rows, const T* values, int64_t width, int64_t n,
                       float* acc, int64_t acc_stride, const T* next) {
-  if (next) prefetch_bytes(next, n * width * sizeof(T));
-  while (rows > 0) {
-    int64_t step = rows_at_once(rows);
-    switch (step) {
-      case 4: weigh_columns<T, 4, 2>(p, p_stride, values, width, n, acc, acc_stride, 0); break;
-      case 3: weigh_columns<T, 3, 4>(p, p_stride, values, width, n, acc, acc_stride, 0); break;
-      case 2: weigh_columns<T, 2, 4>(p, p_stride, values, width, n, acc, acc_stride, 0); break;
-      default: weigh_columns<T, 1, 8>(p, p_stride, values, width, n, acc, acc_stride, 0); break;
-    }
-    p += step * p_stride;
-    acc += step * acc_stride;
-    rows -= step;
+  for (int64_t m = 0; m < rows; next = values) {
+    const int64_t step = rows_at_once(rows - m);
+    with_rows(step, [&]<int R>() {
+      constexpr int pairs = R == 1 ? 4 : R == 4 ? 1 : 2;
+      weigh_columns<T, R, pairs>(p + m * p_stride, p_stride, values, width, n, acc + m * acc_stride, acc_stride, 0,
+                                 next - values);
+    });
+    m += step;
   }
 }
 
@@ -154,15 +197,19 @@ inline void pack_keys(const T* keys, int64_t width, int64_t n, int64_t at, float
   }
 }
 
-// n values of one page, rows [at, at + n) of the chunk: panels[d / NR, row, d % NR], each panel `chunk` rows long.
+// n values of one page, rows [at, at + n) of the chunk, in pair order: panels[d / NR, row, d % NR], each panel `chunk`
+// rows long.
 template <typename T>
 inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, int64_t chunk, float* panels) {
   for (int64_t i = 0; i < n; i++) {
     const T* src = values + i * width;
-    for (int64_t d = 0; d < width; d += VL) {
-      float* dst = panels + (d / NR) * chunk * NR + (at + i) * NR + d % NR;
-      store(dst, d + VL <= width ? load(src + d) : load_some(src + d, width - d));
+    float* dst = panels + (at + i) * NR;
+    int64_t d = 0;
+    for (; d + NR <= width; d += NR, dst += chunk * NR) {
+      store(dst, load_half<0>(src + d));
+      store(dst + VL, load_half<1>(src + d));
     }
+    for (; d < width; d += VL, dst += VL) store(dst, d + VL <= width ? load(src + d) : load_some(src + d, width - d));
   }
 }
 
@@ -170,19 +217,19 @@ inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, i
 template <int R, bool accumulate>
 inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc) {
   Vec acc[R][2];
-  for (int r = 0; r < R; r++) {
-    for (int j = 0; j < 2; j++) acc[r][j] = accumulate ? load(c + r * ldc + j * VL) : Vec{};
+  PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = accumulate ? load(c + r * ldc + j * VL) : Vec{};
   }
   for (int64_t i = 0; i < k; i++) {
     Vec b0 = load(b + i * NR), b1 = load(b + i * NR + VL);
-    for (int r = 0; r < R; r++) {
+    PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
       Vec x = splat(a[r * lda + i]);
       acc[r][0] += x * b0;
       acc[r][1] += x * b1;
     }
   }
-  for (int r = 0; r < R; r++) {
-    for (int j = 0; j < 2; j++) store(c + r * ldc + j * VL, acc[r][j]);
+  PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) store(c + r * ldc + j * VL, acc[r][j]);
   }
 }
 

@@ -116,6 +116,7 @@ Tensor attend(const Tensor& query, const Tensor& keys, const Tensor& values, con
   p.group = query.size(1) / kv_heads;
   p.query_token_stride = query.stride(0), p.query_head_stride = query.stride(1);
   p.scale = static_cast<float>(scale), p.softcap = static_cast<float>(softcap), p.causal = causal;
+  REQUIRE(scale > 0, "scale must be positive, but is ", scale);
   REQUIRE(softcap >= 0, "softcap must not be negative, but is ", softcap);
   if (kv_start) {
     require_tensor("kv_start", *kv_start, 2, at::kInt);

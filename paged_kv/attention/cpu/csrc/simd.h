@@ -12,10 +12,15 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #if defined(__AVX__)
 #include <immintrin.h>
 #endif
+
+#define PAGED_KV_UNROLL _Pragma("GCC unroll 8")
+#define PAGED_KV_INLINE inline __attribute__((always_inline))
+#define PAGED_KV_LAMBDA_INLINE __attribute__((always_inline))
 
 namespace paged_kv {
 
@@ -62,6 +67,26 @@ inline Vec load(const c10::Half* p) {
 #endif
 }
 
+// Half of 2 * VL elements at p, in *pair order*: the first and the second VL of them, but for bf16 the even and the odd
+// ones, which costs a shift or a mask where widening in order costs a widening and a shift. See pair_place.
+template <int half, typename T>
+inline Vec load_half(const T* p) {
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    VecBits bits;
+    std::memcpy(&bits, static_cast<const void*>(p), sizeof(bits));
+    return reinterpret_cast<Vec>(half ? bits & 0xffff0000u : bits << 16);
+  } else {
+    return load(p + half * VL);
+  }
+}
+
+// Element d of a row of `width` elements: the last width % (2 * VL) keep their order.
+template <typename T>
+inline int64_t pair_place(int64_t d, int64_t width) {
+  if (!std::is_same_v<T, c10::BFloat16> || d >= width / (2 * VL) * (2 * VL)) return d;
+  return d / (2 * VL) * (2 * VL) + d % 2 * VL + d % (2 * VL) / 2;
+}
+
 // The first n < VL elements, the rest zero; reads nothing past them.
 template <typename T>
 inline Vec load_some(const T* p, int64_t n) {
@@ -75,8 +100,15 @@ inline void store(float* p, Vec v) {
   *reinterpret_cast<VecMem*>(p) = v;
 }
 
+// The greater; b when either is NaN, as the processor's instruction.
 inline Vec vmax(Vec a, Vec b) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return reinterpret_cast<Vec>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
+#else
   return a > b ? a : b;
+#endif
 }
 
 inline float horizontal_sum(Vec v) {
@@ -91,8 +123,9 @@ inline float horizontal_max(Vec v) {
   return best;
 }
 
-// out[i] = sum of a[i], for four vectors at once.
-inline void horizontal_sum4(const Vec a[4], float* out) {
+// out[0..3] = sums of a0..a3.
+inline void horizontal_sum4(Vec a0, Vec a1, Vec a2, Vec a3, float* out) {
+  const Vec a[4] = {a0, a1, a2, a3};
 #if defined(__AVX__)
   __m256 h[4];
   for (int i = 0; i < 4; i++) {
@@ -117,30 +150,33 @@ inline void horizontal_sum4(const Vec a[4], float* out) {
 #endif
 }
 
-// exp(x) - 1 = scale * part + (scale - 1), with scale a power of two and part = exp(r) - 1, |r| <= ln(2) / 2.
-// x must lie in [-87, 88]. Taylor to r^7: the first term left out is below 2^-27 of the sum.
-inline void split_exp(Vec x, Vec* scale, Vec* part) {
+// exp(x) = scale * part + scale, scale a power of two and part = exp(r) - 1 with |r| <= ln(2) / 2; x in [-87, 88].
+// part is r + r^2 q(r), q of degree 4 fitted for the smallest relative error of exp, 3e-9. One-step reduction: its error
+// grows with |x|, but what a softmax makes of such an x is as small. N vectors in step hide the latency of the chain.
+template <int N>
+PAGED_KV_INLINE void split_exp(const Vec* x, Vec* scale, Vec* part) {
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low mantissa bits
-  Vec shifted = x * 1.44269504f + magic;
-  Vec n = shifted - magic;
-  Vec r = x - n * 0.693359375f;  // ln(2) in two parts, the first exact in few bits
-  r = r + n * 2.12194440e-4f;
-  Vec p = splat(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  *part = (p * r) * r + r;
-  *scale = reinterpret_cast<Vec>((reinterpret_cast<VecI>(shifted) << 23) + 0x3f800000);
+  Vec r[N], square[N], low[N];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) scale[i] = x[i] * 1.44269504f + magic;
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) r[i] = x[i] - (scale[i] - magic) * 0.693147181f;
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) square[i] = r[i] * r[i];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) low[i] = r[i] * 0.16666521f + 0.49999994f;
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) part[i] = r[i] * 8.3687259e-3f + 4.1668389e-2f;
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) part[i] = square[i] * 1.3814581e-3f + part[i];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) part[i] = square[i] * part[i] + low[i];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) part[i] = square[i] * part[i] + r[i];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) {
+    scale[i] = reinterpret_cast<Vec>((reinterpret_cast<VecI>(scale[i]) << 23) + 0x3f800000);
+  }
 }
 
-// exp(x) for x <= 88; below -87 (where fp32 turns denormal) zero.
-inline Vec vexp(Vec x) {
-  Vec scale, part;
-  split_exp(x < -87.0f ? splat(-87.0f) : x, &scale, &part);
-  Vec y = scale * part + scale;
-  return x < -87.0f ? Vec{} : y;
+// x = exp(x) for N vectors of x <= 88; not less than exp(-87) = 1.6e-38.
+template <int N>
+PAGED_KV_INLINE void vexp(Vec* x) {
+  Vec scale[N], part[N];
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) x[i] = vmax(splat(-87.0f), x[i]);
+  split_exp<N>(x, scale, part);
+  PAGED_KV_UNROLL for (int i = 0; i < N; i++) x[i] = scale[i] * part[i] + scale[i];
 }
 
 inline Vec vtanh(Vec x) {
@@ -148,7 +184,7 @@ inline Vec vtanh(Vec x) {
   y = y > 40.0f ? splat(40.0f) : y;
   y = y < -40.0f ? splat(-40.0f) : y;
   Vec scale, part;
-  split_exp(y, &scale, &part);
+  split_exp<1>(&y, &scale, &part);
   Vec e = scale * part + (scale - 1.0f);
   return e / (e + 2.0f);
 }

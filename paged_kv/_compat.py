@@ -1,0 +1,123 @@
+"""The only file that knows which transformers release it runs on (5.2 to 5.24).
+
+Owns: reading configs, the layer layout that `DynamicCache` would choose, argument names that changed.
+Does not know: pages.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+__all__ = ["sdpa_mask"]
+
+#: True from the release on in which `crop` takes the (negative) number of tokens to remove.
+CROP_REMOVES = "tokens_to_remove" in inspect.signature(Cache.crop).parameters
+
+#: The forward keyword under which a model takes its cache: renamed in 5.24, which still accepts the old name.
+CACHE_KEYWORD = "cache" if hasattr(Cache, "get_query_offset") else "past_key_values"
+
+
+def text_config(model_or_config: Any) -> Any:
+    """The decoder's config of a model, a composite config or a plain config."""
+    config = getattr(model_or_config, "config", model_or_config)
+    getter = getattr(config, "get_text_config", None)
+    return getter(decoder=True) if getter else config
+
+
+def native_layers(config: Any) -> list[Any]:
+    """The layers that `DynamicCache` would use for this config, in order: attention, sliding, linear, shared."""
+    return list(DynamicCache(config=config).layers)
+
+
+def is_pageable(layer: Any) -> bool:
+    """Whether a native layer holds plain keys and values, and nothing besides."""
+    return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def is_attention(layer: Any) -> bool:
+    """Whether a native layer holds keys and values at all."""
+    return isinstance(layer, CacheLayerMixin)
+
+
+def layer_windows(config: Any) -> dict[int, int | None]:
+    """The layers that keep plain keys and values: index to sliding window in tokens, None for full attention."""
+    return {
+        index: getattr(layer, "sliding_window", None)
+        for index, layer in enumerate(native_layers(config))
+        if is_pageable(layer)
+    }
+
+
+def attention_of(model_or_config: Any) -> str | None:
+    """The name of the attention that a model, or a model of this config, runs now."""
+    config = getattr(model_or_config, "config", model_or_config)
+    name: str | None = text_config(config)._attn_implementation
+    return name
+
+
+def query_length(query: int | torch.Tensor) -> int:
+    """The number of queries from what `get_mask_sizes` is given: an int, or 5.2's `cache_position`."""
+    return query if isinstance(query, int) else int(query.shape[0])
+
+
+def tokens_to_remove(argument: int, seen: int) -> int:
+    """How many tokens a call of `Cache.crop(argument)` drops from `seen` ones, in the meaning of this release.
+
+    Raises:
+        ValueError: A positive argument where this release takes only the (negative) number of tokens to remove.
+    """
+    if CROP_REMOVES:
+        if argument > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative integer, got {argument}")
+        return min(-argument, seen)
+    return min(-argument, seen) if argument < 0 else max(0, seen - argument)
+
+
+def causal_window(mask_function: Any) -> tuple[bool, int | None]:
+    """Whether a mask function is causal, alone or within a sliding window, and that window in tokens.
+
+    Transformers composes masks from closures; those of its own causal and sliding masks are recognised by the functions
+    they close over. Anything else, known or not, is (False, None) and must be evaluated.
+    """
+    if mask_function is causal_mask_function:
+        return True, None
+    if getattr(mask_function, "__qualname__", "") == "and_masks.<locals>.and_mask":
+        parts = inspect.getclosurevars(mask_function).nonlocals["mask_functions"]
+        others = [part for part in parts if part is not causal_mask_function]
+        if len(parts) == 2 and len(others) == 1:
+            window = _overlay_window(others[0])
+            return window is not None, window
+    return False, None
+
+
+def _overlay_window(overlay: Any) -> int | None:
+    if getattr(overlay, "__qualname__", "") != "sliding_window_overlay.<locals>.inner_mask":
+        return None
+    window: int = inspect.getclosurevars(overlay).nonlocals["sliding_window"]
+    return window
+
+
+def build_mask(arguments: dict[str, Any]) -> torch.Tensor:
+    """The mask `[rows, 1, queries, columns]` that transformers itself would build from a mask function's arguments."""
+    mask: torch.Tensor = sdpa_mask(**{**arguments, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    return mask
+
+
+def sdpa_attention(module: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Transformers' own SDPA attention over dense tensors: `[rows, queries, q_heads, value_width]`."""
+    out: torch.Tensor = sdpa_attention_forward(module, *args, **kwargs)[0]
+    return out
+
+
+def register_attention(name: str, attention: Any, mask: Any | None) -> None:
+    """Add an attention, and the mask function that goes with it, under a name of our own."""
+    AttentionInterface.register(name, attention)
+    if mask is not None:
+        AttentionMaskInterface.register(name, mask)

@@ -1,0 +1,251 @@
+"""How the new tokens of a forward pass get into pages.
+
+Owns: a cache's construction, the life of a forward, learning the layers' shapes from the first one.
+Does not know: what is done with the tokens afterwards: see `PagedCache`.
+
+A forward goes through its layers in order. The first one reserves slots for all of them, so a pool that is too small
+shows before any byte is written. Where shapes are not known beforehand, the first forward's dense K and V are kept
+aside and turned into pages when the next one begins.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from allocator import KVError
+from paged_kv import _compat
+from paged_kv.batch import BatchSizeChanged, PagedBatch
+from paged_kv.forward import ATTENTION, HANDLE, Forward, LayerHandle
+from paged_kv.layers import PagedLayer
+from paged_kv.memory import Budget, PagedMemory
+from paged_kv.rows import RowMap, pack
+from paged_kv.spec import KVSpec, Lanes, learn_specs
+
+
+class AppendingCache(DynamicCache):
+    """The half of `PagedCache` that appends: construction, forwards, learning the shapes of layers."""
+
+    def __init__(
+        self,
+        ddp_cache_data: Iterable[tuple[Tensor | None, ...]] | None = None,
+        config: Any = None,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = False,
+        *,
+        page_size: int = 16,
+        lanes: Lanes = "layer",
+        **budget: Any,
+    ) -> None:
+        """Make an empty cache; shapes are learnt from the first forward unless `for_model` gave them.
+
+        Args:
+            ddp_cache_data: Per layer (keys, values) to copy in, as `DynamicCache` takes it.
+            config: The model's config: gives the kinds of layers and their windows.
+            offloading: Not supported, must be False.
+            offload_only_non_sliding: Only there because `DynamicCache` has it.
+            page_size: Tokens of a page.
+            lanes: "layer" for a page table per layer, "head" for one per KV head (crop heads apart).
+            budget: One of `num_pages`, `kv_cache_bytes`, `memory_fraction`; see `Budget.of`.
+
+        Raises:
+            ValueError: Offloading was asked for, or an argument is out of range.
+        """
+        if offloading:
+            raise ValueError("offloading=True is not supported: pages stay on their device; give a smaller budget")
+        if unknown := set(budget) - {"num_pages", "kv_cache_bytes", "memory_fraction"}:
+            raise TypeError(f"PagedCache got unknown arguments {sorted(unknown)}")
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1 token, got {page_size}")
+        if lanes not in ("layer", "head"):
+            raise ValueError(f'lanes must be "layer" or "head", got {lanes!r}')
+        self._config = None if config is None else _compat.text_config(config)
+        self._page_size, self._lanes, self._budget = page_size, lanes, budget
+        self._specs: tuple[KVSpec, ...] | None = None
+        self._memory: PagedMemory | None = None
+        self._batch: PagedBatch | None = None
+        self._forward: Forward | None = None
+        self._padding: np.ndarray | None = None
+        natives = [] if config is None else _compat.native_layers(config)
+        Cache.__init__(self, layers=[self._layer_like(index, native) for index, native in enumerate(natives)])
+        for index, (keys, values, *_) in enumerate(ddp_cache_data or ()):
+            if keys is not None and values is not None:
+                self.update(keys, values, index)
+
+    def _layer_like(self, index: int, native: Any) -> Any:
+        if not _compat.is_pageable(native):
+            return native
+        return PagedLayer(self, index, getattr(native, "sliding_window", None))
+
+    # -- a forward pass ----------------------------------------------------------------------------------------------
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append new tokens to a layer and return what its attention should read.
+
+        Args:
+            key_states: `[rows, kv_heads, columns, key_width]`.
+            value_states: `[rows, kv_heads, columns, value_width]`.
+            layer_idx: Model layer index.
+            args: What some releases pass besides; not used.
+            kwargs: As `args`.
+
+        Returns:
+            With "paged_kv" attention the new tokens alone, with a handle to the pages; else dense K and V.
+
+        Raises:
+            OutOfPages: The first layer of a forward reserves for all of them, so nothing was written yet.
+            BatchSizeChanged: Other rows than the cache holds; nothing changed.
+        """
+        while len(self.layers) <= layer_idx:
+            self.layers.append(PagedLayer(self, len(self.layers)))
+        layer = self.layers[layer_idx]
+        if not isinstance(layer, PagedLayer):
+            return layer.update(key_states, value_states, *args, **kwargs)
+        forward = self._forward
+        if forward is None or layer_idx in forward.done:
+            forward = self._begin(key_states)
+        if key_states.shape[2] != forward.num_columns:
+            return self._set_apart(layer_idx).update(key_states, value_states)
+        if forward.step is not None and not self._fits(layer_idx, key_states, value_states):
+            self._unlearn(forward, layer_idx, key_states, value_states)
+        forward.done.add(layer_idx)
+        if forward.step is None:
+            forward.stash[layer_idx] = (key_states, value_states)
+            return key_states, value_states
+        forward.step.write(layer_idx, pack(key_states, forward.packing), pack(value_states, forward.packing))
+        if not self._reads_pages():
+            return self._dense(layer_idx, forward.num_columns)
+        assert self._batch is not None
+        setattr(key_states, HANDLE, LayerHandle(layer_idx, forward, self._batch))
+        return key_states, value_states
+
+    def _begin(self, key_states: Tensor) -> Forward:
+        """Start a forward: settle the last one, then reserve slots for the new columns in all layers."""
+        num_rows, _, num_columns, _ = key_states.shape
+        self._settle()
+        padding, self._padding = self._padding, None
+        step, rows = None, RowMap(num_rows)
+        if self._batch is None and self._specs is None:
+            rows.append(num_columns, padding)
+        else:
+            fresh = self._batch is None
+            batch = PagedBatch(self._pages(), num_rows) if self._batch is None else self._batch
+            if num_rows != len(batch.seqs):
+                raise BatchSizeChanged(len(batch.seqs), num_rows)
+            if not fresh and any(layer.sliding_window and not layer.record_past for layer in self._paged_layers()):
+                batch.memory.slide(batch.seqs)
+            try:
+                step = batch.append(num_columns, padding)
+            except KVError:
+                if fresh:
+                    batch.close()
+                raise
+            self._batch, rows = batch, batch.rows
+        self._forward = Forward(rows, num_columns, step, rows.packing(num_columns, key_states.device))
+        return self._forward
+
+    def _pages(self) -> PagedMemory:
+        """The memory of the known specs, built when first needed."""
+        if self._memory is None:
+            assert self._specs is not None
+            self._memory = PagedMemory(self._specs, Budget.of(self._specs, **self._budget))
+        return self._memory
+
+    def _settle(self) -> None:
+        """Turn the stash of a learning forward into pages, now that every layer's shape is known."""
+        forward = self._forward
+        if forward is None or forward.step is not None or not forward.stash:
+            return
+        windows = {index: getattr(self.layers[index], "sliding_window", None) for index in forward.stash}
+        self._specs = learn_specs(forward.stash, windows, page_size=self._page_size, lanes=self._lanes)
+        self._memory = None
+        batch = PagedBatch(self._pages(), forward.rows.num_rows)
+        real = None if forward.rows.is_dense else forward.rows.real()
+        step = batch.append(forward.num_columns, real)
+        for index, (keys, values) in forward.stash.items():
+            step.write(index, pack(keys, forward.packing), pack(values, forward.packing))
+        self._batch, self._forward = batch, None
+
+    def _fits(self, layer_idx: int, keys: Tensor, values: Tensor) -> bool:
+        """Whether the pages of a layer have the shape, type and place of what it is given."""
+        memory = self._pages()
+        if layer_idx not in memory.layers:
+            return False
+        spec = memory.place(layer_idx)[0].spec
+        given = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+        return given == (spec.num_kv_heads, spec.key_width, spec.value_width, spec.dtype, spec.device)
+
+    def _unlearn(self, forward: Forward, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Fall back to learning: the config promised another shape than the first forward brings.
+
+        Raises:
+            ValueError: Not the first forward any more; the pages stay as they were.
+        """
+        batch = self._batch
+        assert batch is not None
+        if batch.rows.num_columns != forward.num_columns:
+            raise ValueError(
+                f"layer {layer_idx} was given keys {tuple(keys.shape)} and values {tuple(values.shape)} in "
+                f"{keys.dtype} on {keys.device}, its pages hold another shape: use one cache per model"
+            )
+        self._stash_instead(forward, batch)
+
+    def _stash_instead(self, forward: Forward, batch: PagedBatch) -> None:
+        """Take the first forward's tokens out of their pages again, to build other pages from them later."""
+        for index in forward.done:
+            forward.stash[index] = batch.in_columns(index)
+        forward.step = None
+        batch.close()
+        self._batch = self._memory = self._specs = None
+
+    def _set_apart(self, layer_idx: int) -> DynamicLayer:
+        """Give a layer whose length is its own (cross-attention) a native dense layer instead of pages."""
+        forward, batch = self._forward, self._batch
+        if forward is not None and batch is not None and batch.rows.num_columns == forward.num_columns:
+            self._stash_instead(forward, batch)
+        native = DynamicLayer()
+        self.layers[layer_idx] = native
+        return native
+
+    @abstractmethod
+    def _dense(self, layer_idx: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """Dense K and V of a layer, its `num_new` newest columns included, for attention that reads no pages."""
+
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Tokens seen so far."""
+
+    def note_padding(self, mask: Tensor | None) -> bool:
+        """Take the padding of the coming forward from its 2-D attention mask.
+
+        Args:
+            mask: bool `[rows, columns so far and new]`, False at padding; None for no padding.
+
+        Returns:
+            Whether the mask hides a token that the cache holds.
+        """
+        self._settle()
+        seen = self.get_seq_length()
+        self._padding = None
+        if mask is None or mask.shape[1] <= seen or bool(mask.all()):
+            return False
+        self._padding = mask[:, seen:].cpu().numpy().astype(bool)
+        return self._batch is not None and self._batch.rows.hides(mask)
+
+    def _reads_pages(self) -> bool:
+        """Whether the attention that runs now reads pages by handle; else it needs dense tensors."""
+        return self._is_paged() and getattr(self._config, "kv_lora_rank", None) is None
+
+    def _is_paged(self) -> bool:
+        """Whether the model's attention is ours. MLA models expand what `update` returns first, so need it dense."""
+        return self._config is not None and _compat.attention_of(self._config) == ATTENTION
+
+    def _paged_layers(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]

@@ -1,0 +1,146 @@
+"""The rows of a padded batch in pages: what a `PagedCache` holds once it knows its layers' shapes.
+
+Owns: one sequence per row, padding kept out of pages, reordering as forks, dense copies in column order.
+Does not know: transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allocator import KVError, SeqId
+from paged_kv.memory import PagedMemory, Step
+from paged_kv.rows import RowMap
+
+
+class BatchSizeChanged(KVError):
+    """Raised when a cache is given another number of rows than it holds. Do: `reset()` it, or use one per batch."""
+
+    def __init__(self, held: int, given: int) -> None:
+        """Name both numbers of rows."""
+        super().__init__(f"the cache holds {held} rows and was given {given}; reset() it or use a cache per batch")
+        self.held, self.given = held, given
+
+
+class PagedBatch:
+    """Sequences of equal standing: row `b` of every tensor belongs to `seqs[b]`."""
+
+    def __init__(self, memory: PagedMemory, num_rows: int) -> None:
+        """Open `num_rows` empty sequences in `memory`."""
+        self.memory = memory
+        self.rows = RowMap(num_rows)
+        self.seqs: list[SeqId] = [memory.open()[0] for _ in range(num_rows)]
+        self.is_cropped = False
+
+    def append(self, num_columns: int, real: np.ndarray | None) -> Step:
+        """Reserve slots for new columns in all layers.
+
+        Args:
+            num_columns: New columns of every row.
+            real: bool `[rows, num_columns]`, False where a row is padded; None if nowhere.
+
+        Raises:
+            OutOfPages: They do not fit; nothing changed.
+        """
+        if real is None:
+            counts = [num_columns] * len(self.seqs)
+        else:
+            counts = real.sum(axis=1).tolist()
+        self.memory.append(self.seqs, counts)
+        self.rows.append(num_columns, real)
+        return self.memory.step(self.seqs, counts)
+
+    def drop(self, num_columns: int) -> None:
+        """Roll back the newest columns: every layer loses exactly its tokens in them."""
+        counts = self.rows.counts(num_columns)
+        self.memory.truncate(self.seqs, counts)
+        self.rows.drop(num_columns)
+
+    def select(self, indices: Sequence[int]) -> None:
+        """Make row `i` what row `indices[i]` was. Repeats are forks: pages are shared until one is written.
+
+        Raises:
+            IndexError: A row that is not there; nothing changed.
+        """
+        bad = [index for index in indices if not 0 <= index < len(self.seqs)]
+        if bad:
+            raise IndexError(f"rows {bad} are not among the {len(self.seqs)} rows of the cache")
+        taken: set[int] = set()
+        chosen = []
+        for index in indices:
+            chosen.append(self.memory.fork(self.seqs[index])[0] if index in taken else self.seqs[index])
+            taken.add(index)
+        for index, seq in enumerate(self.seqs):
+            if index not in taken:
+                self.memory.close(seq)
+        self.seqs = chosen
+        self.rows = self.rows.select(indices)
+
+    def crop(self, row: int, keep: Mapping[tuple[int, int], np.ndarray]) -> int:
+        """Keep live indices `keep[layer, lane]` of one row; returns the pages freed."""
+        freed = self.memory.crop(self.seqs[row], keep)
+        self.is_cropped = True
+        return freed
+
+    def close(self) -> None:
+        """Give all pages back."""
+        for seq in self.seqs:
+            self.memory.close(seq)
+        self.seqs = []
+
+    # -- dense copies ------------------------------------------------------------------------------------------------
+
+    def live_lens(self, layer: int) -> np.ndarray:
+        """Live tokens of a layer: int32 `[lanes, rows]`."""
+        return self.memory.live_lens(self.seqs, layer)
+
+    def longest_live(self) -> int:
+        """Most live tokens of any row in any layer."""
+        return max(int(self.live_lens(layer).max(initial=0)) for layer in self.memory.layers)
+
+    def live_columns(self, layer: int) -> Tensor:
+        """The column of every live token: int64 `[rows, lanes, longest]`, -1 behind the end of a shorter row."""
+        live = self.live_lens(layer)
+        columns = np.full((live.shape[1], live.shape[0], int(live.max(initial=0))), -1, np.int64)
+        for row, seq in enumerate(self.seqs):
+            of_position = self.rows.columns(row)
+            for lane in range(live.shape[0]):
+                positions = self.memory.positions(seq, layer, lane)
+                columns[row, lane, : len(positions)] = of_position[positions]
+        return torch.from_numpy(columns).to(self._device(layer))
+
+    def compact(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Dense K and V `[rows, kv_heads, longest, width]` of the live tokens, each row from index 0 on."""
+        group, index = self.memory.place(layer)
+        lanes = slice(index * group.spec.lanes, (index + 1) * group.spec.lanes)
+        live = group.allocator.live_lens(self.seqs)[lanes]
+        table = torch.from_numpy(group.allocator.block_tables(self.seqs)[lanes]).to(group.spec.device)
+        return group.store.gather(table, int(live.max(initial=0)))
+
+    def in_columns(self, layer: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Dense K and V with every live token at its column, from column `offset` on, zeros at padding and holes."""
+        keys, values = self.compact(layer)
+        num_columns = self.rows.num_columns - offset
+        if offset == 0 and self.rows.is_dense and bool((self.live_lens(layer) == num_columns).all()):
+            return keys, values
+        columns = self.live_columns(layer)
+        if columns.shape[1] < keys.shape[1]:
+            columns = columns.repeat_interleave(keys.shape[1] // columns.shape[1], dim=1)
+        return _scatter(keys, columns - offset, num_columns), _scatter(values, columns - offset, num_columns)
+
+    def _device(self, layer: int) -> torch.device:
+        return self.memory.place(layer)[0].spec.device
+
+
+def _scatter(states: Tensor, columns: Tensor, num_columns: int) -> Tensor:
+    """Put `[rows, heads, live, width]` at `columns` `[rows, heads, live]` of zeros; negative ones are left out."""
+    rows, heads, _, width = states.shape
+    # One spare column takes what is left out.
+    dense = states.new_zeros((rows, heads, num_columns + 1, width))
+    target = torch.where(columns < 0, num_columns, columns)
+    dense.scatter_(2, target[..., None].expand(-1, -1, -1, width), states)
+    return dense[:, :, :num_columns]

@@ -1,0 +1,375 @@
+"""`PagedCache`: the drop-in `past_key_values`, a `DynamicCache` whose layers lie in pages.
+
+Owns: transformers' cache contract (lengths, masks, rollback, rows) and cropping by layer and by head.
+Does not know: how attention is computed; it hands out either dense tensors or a handle to the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allocator import KVError
+from paged_kv import _compat
+from paged_kv.appending import AppendingCache
+from paged_kv.batch import PagedBatch
+from paged_kv.forward import ATTENTION, MaskLength
+from paged_kv.keep import Keep, check_budget, keep_by_lane, keep_ends
+from paged_kv.layers import PagedLayer
+from paged_kv.live import Policy
+from paged_kv.memory import Budget, PagedMemory
+from paged_kv.spec import KVSpec, Lanes, UnsupportedModel
+
+
+class EmptyCache(KVError):
+    """Raised when a cache without tokens is asked about its pages. Do: run a forward first."""
+
+
+class PagedCache(AppendingCache):
+    """A drop-in for `DynamicCache`: every layer of every row has its own page table over one shared pool.
+
+    Layers can be cropped to different lengths; their pages are free for any other layer at once. Reading unequal
+    layers needs the attention named "paged_kv", which `for_model` switches the model to.
+    """
+
+    @classmethod
+    def for_model(cls, model: Any, *, page_size: int = 16, lanes: Lanes = "layer", **budget: Any) -> PagedCache:
+        """A cache with the shapes of `model`, which is switched to the attention that reads pages.
+
+        A model on "sdpa" attention is switched to "paged_kv" (undone by `paged_kv.detach(model)`); one that was
+        explicitly given another attention stays as it is, and is handed gathered keys and values.
+
+        Args:
+            model: A transformers model.
+            page_size: Tokens of a page.
+            lanes: "layer" for a page table per layer, "head" for one per KV head.
+            budget: One of `num_pages`, `kv_cache_bytes`, `memory_fraction`; see `Budget.of`.
+
+        Raises:
+            UnsupportedModel: No layer of the model keeps plain keys and values.
+        """
+        cache = cls(config=model.config, page_size=page_size, lanes=lanes, **budget)
+        if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
+            raise UnsupportedModel(f"{type(model).__name__} has no layer with plain keys and values to page")
+        cache._specs = KVSpec.from_model(model, page_size=page_size, lanes=lanes)
+        Budget.of(cache._specs, **budget)
+        if _compat.attention_of(model) == "sdpa":
+            model.set_attn_implementation(ATTENTION)
+        return cache
+
+    # -- lengths and masks -------------------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """Tokens seen so far (columns, padding included); with a layer, the live tokens of its longest row.
+
+        Positions follow the first, memory the second. They are equal until something is cropped.
+        """
+        forward, batch = self._forward, self._batch
+        if layer_idx is not None and layer_idx < len(self.layers):
+            layer = self.layers[layer_idx]
+            if not isinstance(layer, PagedLayer):
+                return int(layer.get_seq_length()) if _compat.is_attention(layer) else self.get_seq_length()
+            if batch is not None and batch.is_cropped:
+                return int(batch.live_lens(layer_idx).max(initial=0))
+        if batch is not None:
+            return batch.rows.num_columns
+        return 0 if forward is None else forward.rows.num_columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where the next query stands: tokens seen so far, whatever the layer still holds."""
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
+        """Length and offset of the columns that a mask for this layer must cover.
+
+        Args:
+            query_length: Number of queries (5.2 passes their positions instead).
+            layer_idx: Model layer index.
+        """
+        num_queries = _compat.query_length(query_length)
+        seen = self.get_seq_length()
+        offset = 0
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if layer is not None and not isinstance(layer, PagedLayer) and _compat.is_attention(layer):
+            sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
+            return sizes
+        if not self._is_paged():
+            offset = self._dense_offset(layer_idx, seen)
+        return MaskLength(seen - offset + num_queries, self), offset
+
+    def _dense_offset(self, layer_idx: int, seen: int) -> int:
+        """The first column that stock attention is given of a layer, with `seen` columns before the new ones."""
+        batch = self._batch
+        if batch is not None and batch.is_cropped:
+            return seen - min(seen, batch.longest_live())
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        window = getattr(layer, "sliding_window", None)
+        return 0 if window is None else max(0, seen - window + 1)
+
+    def _dense(self, layer_idx: int, num_new: int) -> tuple[Tensor, Tensor]:
+        """Dense K and V for stock attention, shaped as the mask of `get_mask_sizes` was.
+
+        Raises:
+            KVError: Rows or layers of different lengths, which only the attention "paged_kv" can read.
+        """
+        batch = self._batch
+        assert batch is not None
+        if not batch.is_cropped:
+            offset = 0 if self._is_paged() else self._dense_offset(layer_idx, batch.rows.num_columns - num_new)
+            return batch.in_columns(layer_idx, offset)
+        live = batch.live_lens(layer_idx)
+        if not self._is_paged() and (live.min() != live.max() or (num_new > 1 and live.max() != batch.longest_live())):
+            raise KVError(
+                f"layer {layer_idx} holds {live.min()} to {live.max()} tokens and the longest layer "
+                f"{batch.longest_live()}: only the attention {ATTENTION!r} reads cropped layers of different lengths; "
+                f"call model.set_attn_implementation({ATTENTION!r})"
+            )
+        return batch.compact(layer_idx)
+
+    def dense_layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+        """Private dense copies of a layer's K and V, or None before its first update: what `layer.keys` returns.
+
+        Columns as seen while nothing was cropped (a window's last ones), else the live tokens alone.
+        """
+        if self._forward is not None and layer_idx in self._forward.stash:
+            return self._forward.stash[layer_idx]
+        if not self.has_layer(layer_idx):
+            return None
+        batch = self._batch
+        assert batch is not None
+        if batch.is_cropped:
+            return batch.compact(layer_idx)
+        return batch.in_columns(layer_idx, self._dense_offset(layer_idx, batch.rows.num_columns))
+
+    def live_columns(self, layer_idx: int) -> Tensor:
+        """The column of each live token of a layer: int64 `[rows, lanes, longest]`, -1 behind a shorter row's end."""
+        return self._cropable(layer_idx).live_columns(layer_idx)
+
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether a paged layer holds anything, in pages or while its shape is being learnt."""
+        if self._forward is not None and layer_idx in self._forward.stash:
+            return True
+        return self._batch is not None and layer_idx in self._batch.memory.layers
+
+    # -- rows and rollback -------------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Roll back the newest tokens in every layer: transformers' `crop`, with the meaning of its release.
+
+        Every layer loses exactly the live tokens it holds of them. To choose which tokens a layer keeps, see
+        `crop_layer`.
+
+        Args:
+            tokens_to_remove: From 5.24 on minus the number to remove; before, the length to keep (or negative).
+        """
+        self._settle()
+        for layer in self.layers:
+            if not isinstance(layer, PagedLayer):
+                layer.crop(tokens_to_remove)
+        count = _compat.tokens_to_remove(tokens_to_remove, self.get_seq_length())
+        if self._batch is not None and count:
+            self._batch.drop(count)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make row `i` what row `beam_idx[i]` was (beam search). Repeated rows share their pages until written."""
+        self._select(beam_idx.tolist())
+        for layer in self._native_layers():
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row `repeats` times, next to one another; the repeats share their pages until written."""
+        rows = 0 if self._forward is None else self._forward.rows.num_rows
+        rows = rows if self._batch is None else len(self._batch.seqs)
+        self._select([row for row in range(rows) for _ in range(repeats)])
+        for layer in self._native_layers():
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows at `indices`: int64 `[rows]`, or a bool mask over the rows."""
+        chosen = torch.as_tensor(indices)
+        self._select((chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen).tolist())
+        for layer in self._native_layers():
+            layer.batch_select_indices(indices)
+
+    def _select(self, indices: Sequence[int]) -> None:
+        self._settle()
+        if self._batch is not None:
+            self._batch.select(indices)
+            self._forward = None
+
+    def _native_layers(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    def reset(self) -> None:
+        """Drop all tokens and give their pages back; the next forward may bring another number of rows."""
+        if self._batch is not None:
+            self._batch.close()
+        self._batch = self._forward = self._padding = None
+        for layer in self._native_layers():
+            layer.reset()
+
+    # -- cropping ----------------------------------------------------------------------------------------------------
+
+    def crop_layer(
+        self,
+        layer_idx: int,
+        keep: Keep | None = None,
+        *,
+        keep_last: int | None = None,
+        sinks: int = 0,
+        row: int | None = None,
+    ) -> int:
+        """Keep some live tokens of one layer and free the pages of the others; positions go on counting.
+
+        Args:
+            layer_idx: Model layer index.
+            keep: Live indices, strictly increasing: one list for all rows, or one per row.
+            keep_last: Instead of `keep`: the newest tokens to keep of each row.
+            sinks: With `keep_last`: the oldest live tokens to keep besides.
+            row: Crop this row alone; all by default.
+
+        Returns:
+            Pages freed.
+
+        Raises:
+            KVError: Unknown layer or row, indices out of order or range, an empty cache; nothing changed.
+        """
+        batch = self._cropable(layer_idx)
+        live = batch.live_lens(layer_idx)
+        rows = self._rows(row)
+        if (keep is None) == (keep_last is None):
+            raise KVError("give exactly one of keep and keep_last")
+        if keep is not None:
+            chosen = keep_by_lane(keep, live, rows)
+        else:
+            assert keep_last is not None
+            chosen = keep_ends(keep_last, sinks, live, rows)
+        return self._crop_rows(batch, rows, [{layer_idx: lanes} for lanes in chosen])
+
+    def crop_heads(self, layer_idx: int, keep: Sequence[Keep], *, row: int | None = None) -> int:
+        """Keep other live tokens in each KV head of one layer; needs `lanes="head"`.
+
+        Args:
+            layer_idx: Model layer index.
+            keep: Per KV head, its live indices, strictly increasing.
+            row: Crop this row alone; all by default.
+
+        Returns:
+            Pages freed.
+
+        Raises:
+            KVError: As `crop_layer`; or a number of heads other than the layer's lanes. Nothing changed.
+        """
+        batch = self._cropable(layer_idx)
+        live = batch.live_lens(layer_idx)
+        if len(keep) != live.shape[0]:
+            hint = "" if live.shape[0] > 1 else '; make the cache with lanes="head" to crop heads apart'
+            raise KVError(f"keep names {len(keep)} heads, layer {layer_idx} has {live.shape[0]} lanes{hint}")
+        rows = self._rows(row)
+        by_head = [keep_by_lane(indices, live[[head]], rows) for head, indices in enumerate(keep)]
+        chosen = [[head[place][0] for head in by_head] for place in range(len(rows))]
+        return self._crop_rows(batch, rows, [{layer_idx: lanes} for lanes in chosen])
+
+    def crop_layers(self, budgets: Mapping[int, int], policy: Policy) -> int:
+        """Crop layers to their budgets by a policy, in one step.
+
+        Args:
+            budgets: Layer index to the number of tokens each lane may keep.
+            policy: Chooses them; see `paged_kv.compression`.
+
+        Returns:
+            Pages freed.
+
+        Raises:
+            KVError: Unknown layer, negative or fractional budget, an empty cache; nothing changed.
+        """
+        for layer_idx, budget in budgets.items():
+            self._cropable(layer_idx)
+            check_budget(layer_idx, budget)
+        batch = self._batch
+        if batch is None or not budgets:
+            return 0
+        rows = self._rows(None)
+        chosen = [
+            {
+                layer_idx: policy.keep(batch.memory.live_tokens(batch.seqs[row], layer_idx), budget)
+                for layer_idx, budget in budgets.items()
+            }
+            for row in rows
+        ]
+        return self._crop_rows(batch, rows, chosen)
+
+    def _cropable(self, layer_idx: int) -> PagedBatch:
+        self._settle()
+        if self._batch is None:
+            raise EmptyCache("the cache holds no tokens: run a forward before cropping")
+        if layer_idx not in self._batch.memory.layers:
+            raise KVError(f"no paged layer {layer_idx}; paged layers are {self._batch.memory.layers}")
+        return self._batch
+
+    def _rows(self, row: int | None) -> list[int]:
+        assert self._batch is not None
+        num_rows = len(self._batch.seqs)
+        if row is not None and not 0 <= row < num_rows:
+            raise KVError(f"row {row} is not among the {num_rows} rows of the cache")
+        return list(range(num_rows)) if row is None else [row]
+
+    @staticmethod
+    def _crop_rows(batch: PagedBatch, rows: list[int], chosen: list[dict[int, Sequence[np.ndarray]]]) -> int:
+        freed = 0
+        for row, layers in zip(rows, chosen, strict=True):
+            keep = {(layer, lane): indices for layer, lanes in layers.items() for lane, indices in enumerate(lanes)}
+            freed += batch.crop(row, keep)
+        return freed
+
+    # -- what it holds -----------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> PagedMemory:
+        """The pages behind the cache.
+
+        Raises:
+            EmptyCache: No forward has shown the layers' shapes yet.
+        """
+        self._settle()
+        if self._memory is None and self._specs is None:
+            raise EmptyCache("the cache has no pages yet: its shapes are learnt from the first forward")
+        return self._pages()
+
+    def layer_lengths(self, row: int | None = None) -> list[int]:
+        """Live tokens of each paged layer: of one row, or of the longest."""
+        self._settle()
+        batch = self._batch
+        if batch is None:
+            return [0] * sum(isinstance(layer, PagedLayer) for layer in self.layers)
+        rows = self._rows(row)
+        return [int(batch.live_lens(layer)[:, rows].max(initial=0)) for layer in batch.memory.layers]
+
+    def num_pages(self) -> int:
+        """Pages that the cache's rows hold now; a page that rows share counts once."""
+        self._settle()
+        return 0 if self._memory is None else sum(stats.active_pages for stats in self._memory.stats())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page tensors, taken and free pages alike: what the cache costs."""
+        self._settle()
+        return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of pages that the pool holds and no row uses."""
+        self._settle()
+        if self._memory is None:
+            return 0
+        free = [group.spec.bytes_per_page * group.allocator.stats().free_pages for group in self._memory.groups]
+        return sum(free)
+
+    def check(self) -> None:
+        """Assert every invariant of the pages. Complexity: O(pages)."""
+        if self._memory is not None:
+            self._memory.check()

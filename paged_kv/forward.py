@@ -1,0 +1,68 @@
+"""One forward pass through a model, and what travels with it from the cache to mask and attention.
+
+Owns: the names under which things travel, the state of a forward, the handle on a key tensor.
+Does not know: how a cache begins or ends a forward, how attention is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from paged_kv.batch import PagedBatch
+from paged_kv.memory import Step
+from paged_kv.rows import RowMap, pack, unpack
+
+if TYPE_CHECKING:
+    from paged_kv.cache import PagedCache
+
+#: The name under which attention and mask are registered with transformers.
+ATTENTION = "paged_kv"
+#: The attribute of a key tensor under which its handle travels from `update` to the attention function.
+HANDLE = "paged_kv_handle"
+
+
+class MaskLength(int):
+    """A mask's `kv_length` that remembers its cache, so that a mask function can find it without global state."""
+
+    cache: PagedCache
+
+    def __new__(cls, length: int, cache: PagedCache) -> MaskLength:
+        """The number `length`, tied to `cache`."""
+        number = super().__new__(cls, length)
+        number.cache = cache
+        return number
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward pass through the model: the columns it adds, and the layers that have been given theirs.
+
+    `step` is None while shapes are being learnt; `stash` then holds the dense K and V of each layer.
+    """
+
+    rows: RowMap
+    num_columns: int
+    step: Step | None
+    packing: Tensor | None
+    done: set[int] = field(default_factory=set)
+    stash: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHandle:
+    """Where a key tensor's tokens lie: what the attention function needs to read pages instead of the tensor."""
+
+    layer: int
+    forward: Forward
+    batch: PagedBatch
+
+    def pack(self, query: Tensor) -> Tensor:
+        """`[rows, heads, columns, width]` as packed tokens `[tokens, heads, width]` without padding."""
+        return pack(query, self.forward.packing)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Packed tokens as `[rows, columns, heads, width]`, zeros at padding."""
+        return unpack(packed, self.forward.packing, (self.forward.rows.num_rows, self.forward.num_columns))

@@ -1,0 +1,51 @@
+"""What a compression policy sees of a row, and what it answers.
+
+Owns: the read-only view and the `Policy` protocol, so that the cache can take any policy without importing one.
+Does not know: how scores are computed, pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTokens:
+    """The live tokens of one layer of one sequence: private copies, one entry per lane.
+
+    Attributes:
+        layer: Model layer index.
+        keys: Per lane `[heads_per_lane, live, key_width]`.
+        values: Per lane `[heads_per_lane, live, value_width]`.
+        positions: Per lane int64 `[live]`, original positions, ascending.
+        seen_len: Tokens appended so far; positions are below it.
+    """
+
+    layer: int
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
+    positions: Sequence[np.ndarray]
+    seen_len: int
+
+    @property
+    def num_lanes(self) -> int:
+        """Page tables of the layer."""
+        return len(self.keys)
+
+
+class Policy(Protocol):
+    """Chooses which live tokens a layer keeps."""
+
+    def keep(self, tokens: LiveTokens, budget: int) -> Sequence[np.ndarray]:
+        """Live indices to keep, strictly increasing, one array per lane.
+
+        Args:
+            tokens: The layer's live tokens.
+            budget: How many tokens each lane may keep; a policy never returns more on average over the lanes.
+        """
+        ...

@@ -1,0 +1,384 @@
+"""All pages of one model: an allocator and a store per group of layers, moved in lock-step.
+
+Owns: that one `SeqId` names a sequence in every group, that a call changes all groups or none, that each plan is
+applied to its store before the next change, and how the pool grows within its budget.
+Does not know: transformers' cache interface, attention, policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from allocator import Admission, AllocatorStats, BlockAllocator, BrokenInvariant, OutOfPages, Plan, SeqId, Verdict
+from paged_kv.live import LiveTokens
+from paged_kv.spec import KVSpec, available_bytes
+from paged_kv.store import LayerView, PageStore
+
+_SEVERITY = (Verdict.OK, Verdict.LATER, Verdict.NEVER)
+
+#: Pages that a growing pool starts with, per layer and lane.
+INITIAL_PAGES_PER_ROW = 8
+
+
+@dataclass(slots=True)
+class Group:
+    """The layers of one KV shape: page ids in `allocator`, bytes in `store`."""
+
+    spec: KVSpec
+    allocator: BlockAllocator
+    store: PageStore
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How many bytes the pages may take, and how many are taken at the start.
+
+    Attributes:
+        max_bytes: Never more than this, over all groups.
+        initial_bytes: Taken at once; equal to `max_bytes` for a pool of fixed size.
+    """
+
+    max_bytes: int
+    initial_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[KVSpec],
+        *,
+        num_pages: int | None = None,
+        kv_cache_bytes: int | None = None,
+        memory_fraction: float | None = None,
+    ) -> Budget:
+        """A fixed pool of `num_pages` or `kv_cache_bytes`, or a growing one within a fraction of the free memory.
+
+        Args:
+            specs: The groups that share the budget.
+            num_pages: Pages of a fixed pool, null page included, in each group.
+            kv_cache_bytes: Bytes of a fixed pool, over all groups.
+            memory_fraction: Fraction of the device's free memory up to which the pool grows; 0.9 if nothing is given.
+
+        Raises:
+            ValueError: More than one of the three is given, or one is out of range.
+        """
+        given = [name for name, value in _named(num_pages, kv_cache_bytes, memory_fraction) if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"give at most one of num_pages, kv_cache_bytes and memory_fraction, got {given}")
+        if num_pages is not None:
+            if num_pages < 2:
+                raise ValueError(f"num_pages counts the null page and must be at least 2, got {num_pages}")
+            total = sum(num_pages * spec.bytes_per_page for spec in specs)
+            return cls(total, total)
+        if kv_cache_bytes is not None:
+            smallest = 2 * sum(spec.bytes_per_page for spec in specs)
+            if kv_cache_bytes < smallest:
+                raise ValueError(f"kv_cache_bytes must hold two pages a group ({smallest} bytes), got {kv_cache_bytes}")
+            return cls(kv_cache_bytes, kv_cache_bytes)
+        fraction = 0.9 if memory_fraction is None else memory_fraction
+        if not 0 < fraction <= 1:
+            raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction}")
+        max_bytes = int(available_bytes(specs[0].device) * fraction)
+        rows = sum(len(spec.layers) * spec.lanes * spec.bytes_per_page for spec in specs)
+        return cls(max_bytes, min(max_bytes, INITIAL_PAGES_PER_ROW * rows))
+
+
+def _named(num_pages: int | None, kv_cache_bytes: int | None, fraction: float | None) -> list[tuple[str, object]]:
+    return [("num_pages", num_pages), ("kv_cache_bytes", kv_cache_bytes), ("memory_fraction", fraction)]
+
+
+class PagedMemory:
+    """The pages of a model for any number of sequences.
+
+    Every mutating call changes all groups or raises with nothing changed. The plans that allocators return are applied
+    to the stores before the call returns.
+    """
+
+    def __init__(self, specs: Sequence[KVSpec], budget: Budget, *, enable_prefix_caching: bool = False) -> None:
+        """Build allocators and stores; several groups share the budget in proportion to their bytes per token."""
+        self.budget = budget
+        weight = sum(spec.bytes_per_token for spec in specs)
+        self._max_pages = []
+        self.groups: list[Group] = []
+        self._place: dict[int, tuple[Group, int]] = {}
+        for spec in specs:
+            share = spec.bytes_per_token / weight
+            self._max_pages.append(max(2, int(budget.max_bytes * share) // spec.bytes_per_page))
+            num_pages = max(2, int(budget.initial_bytes * share) // spec.bytes_per_page)
+            allocator = BlockAllocator(
+                num_pages,
+                page_size=spec.page_size,
+                num_layers=len(spec.layers),
+                lanes=spec.lanes,
+                windows=spec.windows,
+                enable_prefix_caching=enable_prefix_caching and len(specs) == 1,
+            )
+            group = Group(spec, allocator, PageStore(spec, num_pages))
+            self.groups.append(group)
+            for index, layer in enumerate(spec.layers):
+                self._place[layer] = (group, index)
+
+    # -- sequences ---------------------------------------------------------------------------------------------------
+
+    def open(
+        self, tokens: Sequence[int] | None = None, *, scope: bytes = b"", limit: int | None = None
+    ) -> tuple[SeqId, int]:
+        """Open a sequence; returns its id and how many of `tokens` its pages already hold (prefix cache)."""
+        opened = [group.allocator.open(tokens, scope=scope, limit=limit) for group in self.groups]
+        return opened[0].seq, opened[0].num_cached_tokens
+
+    def can_append(self, seqs: Sequence[SeqId], counts: int | Sequence[int]) -> Admission:
+        """Whether `append` would fit: OK, LATER or NEVER, the worst of all groups. Growth within the budget counts."""
+        worst = None
+        for group, max_pages in zip(self.groups, self._max_pages, strict=True):
+            answer = group.allocator.can_append(seqs, counts)
+            room = max_pages - group.store.num_pages
+            if answer.verdict is not Verdict.OK and room > 0:
+                answer = _with_room(answer, room)
+            if worst is None or _SEVERITY.index(answer.verdict) > _SEVERITY.index(worst.verdict):
+                worst = answer
+        assert worst is not None
+        return worst
+
+    def append(self, seqs: Sequence[SeqId], counts: int | Sequence[int]) -> None:
+        """Reserve slots for `counts` new tokens of each sequence in every layer.
+
+        Raises:
+            OutOfPages: The pool, grown to its budget, cannot hold them; nothing changed.
+        """
+        for group, max_pages in zip(self.groups, self._max_pages, strict=True):
+            answer = group.allocator.can_append(seqs, counts)
+            if answer.verdict is not Verdict.OK and not self._grow(group, answer, max_pages):
+                raise OutOfPages(needed=answer.needed, available=answer.available, total=answer.total)
+        for group in self.groups:
+            group.store.apply(group.allocator.append(seqs, counts))
+
+    def _grow(self, group: Group, answer: Admission, max_pages: int) -> bool:
+        """Grow a group by at least the shortfall, at least by half, never past its budget."""
+        have = group.store.num_pages
+        target = min(max_pages, max(have + answer.needed - answer.available, have + have // 2))
+        if target - have < answer.needed - answer.available:
+            return False
+        group.store.resize(target)
+        group.allocator.grow(target - have)
+        return True
+
+    def commit(self, seq: SeqId, tokens: Sequence[int]) -> int:
+        """Publish the full blocks of `tokens` for sharing; returns how many are new."""
+        return sum(group.allocator.commit(seq, tokens) for group in self.groups if len(self.groups) == 1)
+
+    def crop(self, seq: SeqId, keep: Mapping[int, Iterable[int]] | Mapping[tuple[int, int], Iterable[int]]) -> int:
+        """Keep only some live tokens of some layers; returns the pages freed.
+
+        Args:
+            seq: The sequence.
+            keep: Model layer index, or (layer, lane), to strictly increasing live indices.
+
+        Raises:
+            KVError: An unknown layer, or indices out of order or range; nothing changed.
+        """
+        by_group: list[dict[int | tuple[int, int], np.ndarray]] = [{} for _ in self.groups]
+        for key, indices in keep.items():
+            group, index = self.place(key[0] if isinstance(key, tuple) else key)
+            place = (index, key[1]) if isinstance(key, tuple) else index
+            by_group[self.groups.index(group)][place] = np.asarray(indices)
+        freed = 0
+        for group, rows in zip(self.groups, by_group, strict=True):
+            if rows:
+                freed += _applied(group, group.allocator.crop(seq, rows))
+        return freed
+
+    def truncate(self, seqs: Sequence[SeqId], counts: int | Sequence[int]) -> int:
+        """Drop the newest `counts` tokens (by position) of each sequence in every layer; returns the pages freed."""
+        return sum(_applied(group, group.allocator.truncate(seqs, counts)) for group in self.groups)
+
+    def slide(self, seqs: Sequence[SeqId]) -> int:
+        """Free the pages that slid out of their layers' windows; returns how many."""
+        return sum(_applied(group, group.allocator.slide(seqs)) for group in self.groups)
+
+    def fork(self, seq: SeqId, n: int = 1) -> list[SeqId]:
+        """Open `n` sequences that share all pages of `seq`; a shared page is copied before it is written."""
+        forks = [group.allocator.fork(seq, n) for group in self.groups]
+        return forks[0]
+
+    def close(self, seq: SeqId) -> int:
+        """Give a sequence's pages back; returns how many became free. Its id is stale from now on."""
+        return sum(_applied(group, group.allocator.close(seq)) for group in self.groups)
+
+    def preempt(self, seq: SeqId) -> int:
+        """Take a running sequence's pages back, to be opened again later; returns how many became free."""
+        return sum(_applied(group, group.allocator.preempt(seq)) for group in self.groups)
+
+    # -- one forward pass --------------------------------------------------------------------------------------------
+
+    def step(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> Step:
+        """What a forward pass over the newest `counts` tokens of each sequence needs, after `append`."""
+        return Step(self, seqs, counts)
+
+    def place(self, layer: int) -> tuple[Group, int]:
+        """The group of a model layer and its index there.
+
+        Raises:
+            IndexError: The model has no such paged layer.
+        """
+        try:
+            return self._place[layer]
+        except KeyError:
+            raise IndexError(f"no paged layer {layer}; paged layers are {sorted(self._place)}") from None
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> list[int]:
+        """Model layer indices that have pages, ascending."""
+        return sorted(self._place)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all page tensors."""
+        return sum(group.store.nbytes for group in self.groups)
+
+    def seen_len(self, seq: SeqId) -> int:
+        """Tokens appended to a sequence so far, in every layer."""
+        return self.groups[0].allocator.seen_len(seq)
+
+    def live_lens(self, seqs: Sequence[SeqId], layer: int) -> np.ndarray:
+        """Live tokens of one layer: int32 `[lanes, rows]`."""
+        group, index = self.place(layer)
+        lanes = group.spec.lanes
+        return group.allocator.live_lens(seqs)[index * lanes : (index + 1) * lanes]
+
+    def positions(self, seq: SeqId, layer: int, lane: int = 0) -> np.ndarray:
+        """Original positions of a layer's live tokens, ascending."""
+        group, index = self.place(layer)
+        return group.allocator.positions(seq, index, lane)
+
+    def live_tokens(self, seq: SeqId, layer: int) -> LiveTokens:
+        """Private copies of a layer's live tokens and their positions, for a policy to choose from."""
+        group, index = self.place(layer)
+        lanes = group.spec.lanes
+        rows = slice(index * lanes, (index + 1) * lanes)
+        live = group.allocator.live_lens([seq])[rows, 0]
+        table = torch.from_numpy(group.allocator.block_tables([seq])[rows]).to(group.spec.device)
+        keys, values = group.store.gather(table, int(live.max(initial=0)))
+        per_lane = group.spec.heads_per_lane
+        return LiveTokens(
+            layer=layer,
+            keys=[part[:, :n] for part, n in zip(torch.split(keys[0], per_lane), live, strict=True)],
+            values=[part[:, :n] for part, n in zip(torch.split(values[0], per_lane), live, strict=True)],
+            positions=[group.allocator.positions(seq, index, lane) for lane in range(lanes)],
+            seen_len=self.seen_len(seq),
+        )
+
+    def stats(self) -> list[AllocatorStats]:
+        """One frozen snapshot per group."""
+        return [group.allocator.stats() for group in self.groups]
+
+    def check(self) -> None:
+        """Assert every invariant of the allocators, and that stores are as large as their pools."""
+        for group in self.groups:
+            group.allocator.check()
+            usable = group.allocator.stats().total_pages
+            if group.store.num_pages != usable + 1:
+                raise BrokenInvariant(
+                    f"the store holds {group.store.num_pages} pages, the pool {usable} and the null page"
+                )
+
+
+class Step:
+    """Page tables, slots and views of one forward pass, computed once and cut per layer."""
+
+    def __init__(self, memory: PagedMemory, seqs: Sequence[SeqId], counts: Sequence[int]) -> None:
+        """Export the tables of `seqs`, whose newest `counts` tokens are about to be computed."""
+        self._memory = memory
+        self.seqs = list(seqs)
+        self.counts = [int(count) for count in counts]
+        self.num_tokens = sum(self.counts)
+        self.max_query_len = max(self.counts, default=0)
+        start = np.zeros(len(self.counts) + 1, np.int32)
+        np.cumsum(self.counts, out=start[1:])
+        self.query_start_host = start
+        self._tables = {id(group): _Tables.of(group, self.seqs, self.counts) for group in memory.groups}
+        device = memory.groups[0].spec.device
+        self.query_start = torch.from_numpy(start).to(device)
+
+    def slots(self, layer: int) -> Tensor:
+        """Where the new tokens of a layer go: int64 `[lanes, tokens]`."""
+        group, index = self._memory.place(layer)
+        return self._tables[id(group)].slots[index]
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Write the new tokens' K and V `[tokens, kv_heads, width]` into a layer's slots."""
+        group, index = self._memory.place(layer)
+        group.store.write(keys, values, self._tables[id(group)].slots[index])
+
+    def view(self, layer: int, window: int | None = None) -> LayerView:
+        """A layer's pages for an attention backend, the new tokens included.
+
+        Args:
+            layer: Model layer index.
+            window: Tokens that a query sees, itself included; None for all live ones.
+        """
+        group, index = self._memory.place(layer)
+        tables = self._tables[id(group)]
+        kv_start = None
+        if window is not None and tables.max_seen > window:
+            start = group.allocator.visible_start(self.seqs, self.counts, index, window)
+            kv_start = torch.from_numpy(start).to(group.spec.device)
+        return LayerView(
+            keys=group.store.keys,
+            values=group.store.values,
+            block_table=tables.block_tables[index],
+            live_lens=tables.live_lens[index],
+            query_start=self.query_start,
+            kv_start=kv_start,
+            max_query_len=self.max_query_len,
+            max_live_len=tables.max_live_len[index],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """A group's exports for one step, first axis the layers of the group."""
+
+    block_tables: Tensor
+    live_lens: Tensor
+    slots: Tensor
+    max_live_len: list[int]
+    max_seen: int
+
+    @classmethod
+    def of(cls, group: Group, seqs: Sequence[SeqId], counts: Sequence[int]) -> _Tables:
+        allocator, spec = group.allocator, group.spec
+        live = allocator.live_lens(seqs)
+        layers = len(spec.layers)
+
+        def by_layer(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array.reshape(layers, spec.lanes, *array.shape[1:])).to(spec.device)
+
+        return cls(
+            block_tables=by_layer(allocator.block_tables(seqs)),
+            live_lens=by_layer(live),
+            slots=by_layer(allocator.slot_mapping(seqs, counts)),
+            max_live_len=live.reshape(layers, -1).max(axis=1, initial=0).tolist(),
+            max_seen=max((allocator.seen_len(seq) for seq in seqs), default=0),
+        )
+
+
+def _applied(group: Group, plan: Plan) -> int:
+    group.store.apply(plan)
+    return plan.freed
+
+
+def _with_room(answer: Admission, room: int) -> Admission:
+    """An answer that counts pages which the pool may still grow by."""
+    available, total = answer.available + room, answer.total + room
+    if answer.needed <= available:
+        verdict = Verdict.OK
+    else:
+        verdict = Verdict.LATER if answer.needed <= total else Verdict.NEVER
+    return Admission(verdict=verdict, needed=answer.needed, available=available, total=total)
