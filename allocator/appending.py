@@ -221,7 +221,10 @@ def _last_pages(core: Core, wanted: Demand) -> Int32 | None:
         return None
     tables = core.tables
     before = tables.base[wanted.slots] + wanted.rows * tables.width[wanted.slots] + wanted.columns - 1
-    return np.where(wanted.columns > 0, tables.arena.data[before], 0).astype(np.int32)
+    last = np.zeros(len(before), np.int32)
+    going_on = wanted.columns > 0
+    last[going_on] = tables.arena.data[before[going_on]]
+    return last
 
 
 def write_cross(core: Core, slot: int, rows: Int64, count: int) -> Plan:

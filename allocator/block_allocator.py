@@ -78,7 +78,7 @@ class BlockAllocator(TableQueries, PoolLifecycle):
         self.lanes = check_size("lanes", lanes, least=1)
         self._windows = check_windows(windows, num_layers, lanes)
         self._kinds = check_kinds(kinds, num_layers, lanes)
-        self._watermark = check_size("watermark", watermark, least=0, most=num_pages - 1)
+        self._watermark = check_size("watermark", watermark, least=0)
         if placement not in ("lifo", "runs"):
             raise InvalidArgument("placement", placement, "must be 'lifo' or 'runs'")
         self._placement: Placement = placement

@@ -33,8 +33,11 @@ def slot_mapping(tables: PageTables, slots: Int64, counts: Int64) -> Int64:
     index = np.repeat(first, counts, axis=1) + ragged(np.zeros_like(counts), counts)
     column = index // size
     start = np.repeat(tables.base[slots] + rows[:, None] * tables.width[slots], counts, axis=1)
+    if not tables.uniform:  # rows that do not grow have no slot for a token: they point to the null page
+        start, column, index = (np.where(tables.grows[:, None], array, 0) for array in (start, column, index))
     pages = tables.arena.data[start + column]
-    return pages.astype(np.int64) * size + (index - column * size)
+    mapped = pages.astype(np.int64) * size + (index - column * size)
+    return mapped if tables.uniform else np.where(tables.grows[:, None], mapped, 0)
 
 
 def visible_start(tables: PageTables, slots: Int64, counts: Int64, rows: Int64, window: int) -> Int32:

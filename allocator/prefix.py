@@ -189,6 +189,14 @@ class PrefixIndex:
         if self.partial is not None:
             self.partial.resize(capacity)
 
+    def load(self, before: Int32, after: Int32, free_blocks: Int32, blocks: list[int]) -> None:
+        """Rebuilds what depends on the arrays after they were replaced by those of a snapshot. O(blocks)."""
+        self.lru = LruLists(len(self.idle) - 1, NUM_PRIORITIES)
+        self.lru.load(before, after)
+        self.free_blocks = FreeStack(len(self.idle))
+        self.free_blocks.load(free_blocks)
+        self.by_hash = {self.hash_of(block): block for block in blocks}
+
     def hash_of(self, block: int) -> BlockHash:
         """The hash of a published block."""
         return BlockHash(self.hashes[block].tobytes())

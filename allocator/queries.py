@@ -49,6 +49,11 @@ class TableQueries:
         """Padded block tables, int32 [R, B, max_pages >= 1], padding is the null page 0. O(R * B * max_pages)."""
         return export.block_tables(self._core.tables, self._core.tables.slots_of(seqs))
 
+    def device_rows(self, seqs: Seqs) -> Int32:
+        """Rows of a copy of the tables that is kept up to date by `drain_deltas`, int32 [R, B]. O(R * B)."""
+        slots = self._core.tables.slots_of(seqs)
+        return (slots * self._core.num_rows + np.arange(self._core.num_rows)[:, None]).astype(np.int32)
+
     def slot_mapping(self, seqs: Seqs, counts: Counts) -> Int64:
         """Slots of the newest `counts` tokens of each sequence, int64 [R, T]. O(R * T).
 

@@ -140,9 +140,7 @@ def _fill_index(core: Core, arrays: dict[str, npt.NDArray[Any]], values: dict[st
         return
     for name in _INDEX:
         setattr(index, name, arrays[f"index.{name}"])
-    index.lru.load(arrays["lru.before"], arrays["lru.after"])
-    index.free_blocks.load(arrays["free_blocks"])
-    index.by_hash = {index.hash_of(block): block for block in values["blocks"]}
+    index.load(arrays["lru.before"], arrays["lru.after"], arrays["free_blocks"], values["blocks"])
     if index.partial is not None:
         for name in _PARTIAL:
             setattr(index.partial, name, arrays[f"partial.{name}"])
