@@ -155,8 +155,13 @@ struct UnitWorker {
       for (int64_t i = 0; i < n; i += NR) {
         each_block(c, end, [&](int64_t r, int64_t rows, int64_t lo, int64_t hi) {
           if (i >= hi || i + NR <= lo) return;
-          multiply<false>(rows, q + r * p.key_width, p.key_width, key_panels + i * p.key_width, p.key_width,
-                          scores + r * stride + i, stride);
+          const float* a = q + r * p.key_width;
+          const float* b = key_panels + i * p.key_width;
+          float* c = scores + r * stride + i;
+          multiply<false>(rows, a, p.key_width, b, std::min(kStep, p.key_width), c, stride);
+          for (int64_t k = kStep; k < p.key_width; k += kStep) {
+            multiply<true>(rows, a + k, p.key_width, b + k * NR, std::min(kStep, p.key_width - k), c, stride);
+          }
         });
       }
       for (int64_t r = 0; r < query_rows; r++) softmax_row(scores + r * stride, r, c, end);

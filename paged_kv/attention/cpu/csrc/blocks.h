@@ -129,7 +129,7 @@ inline void weigh_columns(const float* p, int64_t p_stride, const T* values, int
   for (; d + NV * VL <= width; d += NV * VL) {
     Vec c[MQ][NV];
     PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
-      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) c[m][j] = load(acc + m * acc_stride + d + j * VL);
+      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) c[m][j] = Vec{};
     }
     for (int64_t i = 0; i < n; i++) {
       Vec w[MQ];
@@ -143,7 +143,10 @@ inline void weigh_columns(const float* p, int64_t p_stride, const T* values, int
       }
     }
     PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
-      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) store(acc + m * acc_stride + d + j * VL, c[m][j]);
+      PAGED_KV_UNROLL for (int j = 0; j < NV; j++) {
+        float* sum = acc + m * acc_stride + d + j * VL;
+        store(sum, load(sum) + c[m][j]);
+      }
     }
   }
   if constexpr (NP > 1) {
@@ -213,12 +216,13 @@ inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, i
   }
 }
 
-// C[R, NR] = (accumulate ? C : 0) + A[R, k] * B[k, NR].
+// C[R, NR] = (accumulate ? C : 0) + A[R, k] * B[k, NR]; the product is summed up from zero, so that its rounding errors do
+// not grow with what is in C.
 template <int R, bool accumulate>
 inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc) {
   Vec acc[R][2];
   PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
-    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = accumulate ? load(c + r * ldc + j * VL) : Vec{};
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = Vec{};
   }
   for (int64_t i = 0; i < k; i++) {
     Vec b0 = load(b + i * NR), b1 = load(b + i * NR + VL);
@@ -229,7 +233,10 @@ inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t 
     }
   }
   PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
-    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) store(c + r * ldc + j * VL, acc[r][j]);
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) {
+      float* at = c + r * ldc + j * VL;
+      store(at, accumulate ? load(at) + acc[r][j] : acc[r][j]);
+    }
   }
 }
 
