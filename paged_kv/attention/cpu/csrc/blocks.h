@@ -217,17 +217,18 @@ inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, i
 }
 
 // C[R, NR] = (accumulate ? C : 0) + A[R, k] * B[k, NR]; the product is summed up from zero, so that its rounding errors do
-// not grow with what is in C.
-template <int R, bool accumulate>
-inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc) {
+// not grow with what is in C. B in pair order; A fp32.
+template <int R, bool accumulate, typename T>
+inline void multiply_block(const float* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
   Vec acc[R][2];
   PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
     PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = Vec{};
   }
   for (int64_t i = 0; i < k; i++) {
-    Vec b0 = load(b + i * NR), b1 = load(b + i * NR + VL);
+    __builtin_prefetch(b + i * NR + 1024 / sizeof(T));
+    const Vec b0 = load_half<0>(b + i * NR), b1 = load_half<1>(b + i * NR);
     PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
-      Vec x = splat(a[r * lda + i]);
+      const Vec x = splat(a[r * lda + i]);
       acc[r][0] += x * b0;
       acc[r][1] += x * b1;
     }
@@ -240,8 +241,8 @@ inline void multiply_block(const float* a, int64_t lda, const float* b, int64_t 
   }
 }
 
-template <bool accumulate>
-inline void multiply(int64_t rows, const float* a, int64_t lda, const float* b, int64_t k, float* c, int64_t ldc) {
+template <bool accumulate, typename T>
+inline void multiply(int64_t rows, const float* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
   switch (rows) {
     case 6: multiply_block<6, accumulate>(a, lda, b, k, c, ldc); break;
     case 5: multiply_block<5, accumulate>(a, lda, b, k, c, ldc); break;

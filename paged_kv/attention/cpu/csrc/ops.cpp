@@ -1,28 +1,14 @@
-// torch.ops.paged_kv.attend and .write: checks, dispatch, threads. The layout page is at the top of attend.h.
+// torch.ops.paged_kv: checks, dispatch, threads. The layout page of attention is problem.h, of linear layers linear.h.
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "attend.h"
+#include "checks.h"
+#include "linear.h"
 
 namespace paged_kv {
 namespace {
-
-using at::Tensor;
-using std::optional;
-
-#define REQUIRE(condition, ...) TORCH_CHECK_VALUE(condition, "paged_kv: ", __VA_ARGS__)
-
-void require_tensor(const char* name, const Tensor& t, int64_t dim, at::ScalarType dtype) {
-  REQUIRE(t.device().is_cpu(), name, " must be on the CPU, but is on ", t.device());
-  REQUIRE(t.dim() == dim, name, " must have ", dim, " dimensions, but has shape ", t.sizes());
-  REQUIRE(t.scalar_type() == dtype, name, " must be ", dtype, ", but is ", t.scalar_type());
-}
-
-void require_contiguous(const char* name, const Tensor& t) {
-  REQUIRE(t.is_contiguous(), name, " must be contiguous, but has shape ", t.sizes(), " and strides ", t.strides());
-}
 
 void require_pages(const Tensor& keys, const Tensor& values) {
   const auto dtype = keys.scalar_type();
@@ -58,15 +44,6 @@ void require_tables(const Problem& p, int64_t num_pages) {
                 ", but there are ", num_pages, " pages");
       }
     }
-  }
-}
-
-template <typename F>
-void dispatch(at::ScalarType dtype, F&& fn) {
-  switch (dtype) {
-    case at::kBFloat16: fn(c10::BFloat16{}); break;
-    case at::kHalf: fn(c10::Half{}); break;
-    default: fn(float{}); break;
   }
 }
 
@@ -197,12 +174,18 @@ TORCH_LIBRARY(paged_kv, m) {
   m.def(
       "attend(Tensor query, Tensor keys, Tensor values, Tensor block_table, Tensor live_lens, Tensor query_start, "
       "Tensor? kv_start, Tensor? sinks, float scale, float softcap, bool causal) -> Tensor");
+  m.def("pack_linear(Tensor weight) -> Tensor");
+  m.def("unpack_linear(Tensor packed, int columns) -> Tensor");
+  m.def("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor");
   m.def("write(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor slots) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(paged_kv, CPU, m) {
   m.impl("attend", attend);
   m.impl("write", write);
+  m.impl("pack_linear", pack_linear);
+  m.impl("unpack_linear", unpack_linear);
+  m.impl("linear", linear);
 }
 
 }  // namespace paged_kv
