@@ -13,11 +13,25 @@ from allocator.arena import ragged
 from allocator.core import Core
 from allocator.errors import OutOfPages
 from allocator.plan import EMPTY_PLAN, CopyPages, Plan
+from allocator.table import PageTables
 from allocator.types import Admission, Bool, Int32, Int64, Verdict
 
-__all__ = ["Demand", "append", "can_append", "demand"]
+__all__ = ["Demand", "Entries", "append", "can_append", "demand", "write_cross"]
 
 _LONG_RUN = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Places in the page tables, int64 [k] each."""
+
+    slots: Int64
+    rows: Int64
+    columns: Int64
+
+    def places(self, tables: PageTables) -> Int64:
+        """Where the entries are in the arena."""
+        return tables.base[self.slots] + self.rows * tables.width[self.slots] + self.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,104 +39,99 @@ class Demand:
     """Pages that an append takes, as runs of new columns and as copies of frozen tails.
 
     Attributes:
-        slots, rows, columns, lengths: int64 [k]; `lengths` pages from `columns` on in one row each.
-        tail_slots, tail_rows, tail_columns: int64 [m], entries whose page must be copied before it is written.
-        in_step, diverged: int64, positions in the batch of the sequences in either state.
-        lens: int32 [len(diverged), num_rows], lengths of the diverged ones after the append.
+        runs: where each run of new pages begins.
+        lengths: int64 [k], pages of each run.
+        tails: entries whose page must be copied before it is written.
+        diverged: int64, slots of the diverged sequences.
+        lens: int32 [len(diverged), num_rows], their lengths after the append.
         fresh, needed: pages in the runs; pages in all.
     """
 
-    slots: Int64
-    rows: Int64
-    columns: Int64
+    runs: Entries
     lengths: Int64
-    tail_slots: Int64
-    tail_rows: Int64
-    tail_columns: Int64
-    in_step: Int64
+    tails: Entries
     diverged: Int64
     lens: Int32
     fresh: int
     needed: int
 
 
+_NONE = np.zeros(0, np.int64)
+_NO_ENTRIES = Entries(_NONE, _NONE, _NONE)
+
+
 def demand(core: Core, slots: Int64, counts: Int64) -> Demand:
     """Computes what appending `counts` tokens takes. O(rows of diverged sequences + new pages), changes nothing."""
-    tables, rows = core.tables, core.num_rows
-    is_diverged = tables.diverged[slots]
-    if is_diverged.all():
-        in_step, diverged = np.zeros(0, np.int64), np.arange(len(slots))
+    is_diverged = core.tables.diverged[slots]
+    if not is_diverged.any():
+        diverged, lens = _NONE, np.zeros((0, core.num_rows), np.int32)
+        runs, lengths = _new_columns_in_step(core, slots, counts)
+    elif is_diverged.all():
+        diverged = slots
+        runs, lengths, lens = _new_columns(core, slots, counts)
     else:
-        in_step, diverged = np.flatnonzero(~is_diverged), np.flatnonzero(is_diverged)
-    pieces: list[tuple[Int64, Int64, Int64, Int64]] = []
-    lens = np.zeros((0, rows), np.int32)
-    if len(in_step):
-        pieces.append(_new_columns_in_step(core, slots[in_step], counts[in_step]))
-    if len(diverged):
-        lens = _lens_after(core, slots[diverged], counts[diverged])
-        pieces.append(_new_columns(core, slots[diverged], lens))
-    run_slots, run_rows, columns, lengths = pieces[0] if len(pieces) == 1 else _join(pieces)
+        diverged = slots[is_diverged]
+        runs, lengths, lens = _new_columns(core, diverged, counts[is_diverged])
+        more, more_lengths = _new_columns_in_step(core, slots[~is_diverged], counts[~is_diverged])
+        runs, lengths = _join(runs, more), np.concatenate([lengths, more_lengths])
     tails = _frozen_tails(core, slots, counts)
     fresh = int(lengths.sum())
-    return Demand(run_slots, run_rows, columns, lengths, *tails, in_step, diverged, lens, fresh, fresh + len(tails[0]))
+    return Demand(runs, lengths, tails, diverged, lens, fresh, fresh + len(tails.slots))
 
 
-def _join(pieces: list[tuple[Int64, Int64, Int64, Int64]]) -> tuple[Int64, Int64, Int64, Int64]:
-    slots, rows, columns, lengths = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
-    return slots, rows, columns, lengths
-
-
-def _new_columns_in_step(core: Core, slots: Int64, counts: Int64) -> tuple[Int64, Int64, Int64, Int64]:
-    tables, num_rows = core.tables, core.num_rows
-    seen = tables.seen[slots]
-    held = tables.pages_for(seen)
-    extra = tables.pages_for(seen + counts) - held
-    growing = np.flatnonzero(extra)
-    rows = np.tile(np.arange(num_rows), len(growing))
-    return (
-        np.repeat(slots[growing], num_rows),
-        rows,
-        np.repeat(held[growing], num_rows),
-        np.repeat(extra[growing], num_rows),
+def _join(one: Entries, other: Entries) -> Entries:
+    return Entries(
+        np.concatenate([one.slots, other.slots]),
+        np.concatenate([one.rows, other.rows]),
+        np.concatenate([one.columns, other.columns]),
     )
 
 
-def _lens_after(core: Core, slots: Int64, counts: Int64) -> Int32:
+def _new_columns_in_step(core: Core, slots: Int64, counts: Int64) -> tuple[Entries, Int64]:
+    """Runs of sequences in lock-step: all rows of a sequence are alike."""
+    tables, num_rows = core.tables, core.num_rows
+    after = tables.seen[slots] + counts
+    growing = np.flatnonzero(tables.offset(after - 1) < counts)  # the last new token is near the start of its page
+    if len(growing) == 0:
+        return _NO_ENTRIES, _NONE
+    after, counts = after[growing], counts[growing]
+    columns = tables.pages_for(after - counts)
+    lengths = tables.pages_for(after) - columns
+    rows = np.tile(np.arange(num_rows), len(growing))
+    entries = Entries(np.repeat(slots[growing], num_rows), rows, np.repeat(columns, num_rows))
+    return entries, np.repeat(lengths, num_rows)
+
+
+def _new_columns(core: Core, slots: Int64, counts: Int64) -> tuple[Entries, Int64, Int32]:
+    """Runs of diverged sequences, and the lengths of all their rows after the append."""
     tables = core.tables
-    if tables.uniform:
-        after: Int32 = tables.lens[slots]
-        after += counts.astype(np.int32)[:, None]
-        return after
-    lens: Int32 = tables.lens[slots]
-    lens += np.where(tables.grows, counts[:, None], 0).astype(np.int32)
-    lens[:, core.state_rows] = np.maximum(lens[:, core.state_rows], (counts > 0)[:, None])
-    return lens
+    lens: Int32 = tables.lens.take(slots, axis=0)
+    added: Int32 = counts.astype(np.int32)[:, None]
+    if (counts == counts[0]).all():
+        added = added[:1]  # one number for all: numpy's loops are twice as fast without a column to broadcast
+    if not tables.uniform:
+        added = added * tables.grows + (core.state_rows & (lens == 0) & (added > 0))
+    lens += added
+    growing = np.flatnonzero(tables.offset(lens - 1) < added)
+    batch = growing // core.num_rows
+    rows = growing - batch * core.num_rows
+    ends = lens[batch, rows].astype(np.int64)
+    columns = tables.pages_for(ends - (counts[batch] if tables.uniform else added[batch, rows]))
+    return Entries(slots[batch], rows, columns), tables.pages_for(ends) - columns, lens
 
 
-def _new_columns(core: Core, slots: Int64, after: Int32) -> tuple[Int64, Int64, Int64, Int64]:
-    tables, size = core.tables, core.page_size
-    columns = (after + np.int32(size - 1)) // np.int32(size)
-    held = (tables.lens[slots] + np.int32(size - 1)) // np.int32(size)
-    columns -= held
-    growing = np.flatnonzero(columns)
-    batch, rows = np.divmod(growing, core.num_rows)
-    return slots[batch], rows, held.ravel()[growing].astype(np.int64), columns.ravel()[growing].astype(np.int64)
-
-
-def _frozen_tails(core: Core, slots: Int64, counts: Int64) -> tuple[Int64, Int64, Int64]:
+def _frozen_tails(core: Core, slots: Int64, counts: Int64) -> Entries:
     """Entries that this append would write into although their page is frozen. O(rows of suspected sequences)."""
-    suspects = slots[core.frozen_tail[slots] & (counts > 0)]
-    if len(suspects) == 0:
-        none = np.zeros(0, np.int64)
-        return none, none, none
-    tables, size = core.tables, core.page_size
+    suspected = core.frozen_tail[slots]
+    if not suspected.any():
+        return _NO_ENTRIES
+    suspects = slots[suspected & (counts > 0)]
+    tables = core.tables
     lens = tables.lens_of(suspects)
-    written = core.written_rows(lens)
-    batch, rows = np.nonzero(written)
-    slots, columns = suspects[batch], (lens[batch, rows].astype(np.int64) - 1) // size
-    pages = tables.arena.data[tables.base[slots] + rows * tables.width[slots] + columns]
-    frozen = np.flatnonzero(_must_copy(core, pages))
-    return slots[frozen], rows[frozen], columns[frozen]
+    batch, rows = np.nonzero(core.written_rows(lens))
+    written = Entries(suspects[batch], rows, (lens[batch, rows].astype(np.int64) - 1) // core.page_size)
+    copied = np.flatnonzero(_must_copy(core, tables.arena.data[written.places(tables)]))
+    return Entries(written.slots[copied], written.rows[copied], written.columns[copied])
 
 
 def _must_copy(core: Core, pages: Int32) -> Bool:
@@ -155,13 +164,15 @@ def _available_to(core: Core, slots: Int64, wanted: Demand) -> int:
 
 
 def _from_reservation(core: Core, slots: Int64, wanted: Demand) -> Int64:
-    per_slot = np.bincount(wanted.slots, wanted.lengths, minlength=len(core.reserved)).astype(np.int64)
-    per_slot += np.bincount(wanted.tail_slots, minlength=len(core.reserved))
+    num_slots = len(core.reserved)
+    per_slot = np.bincount(wanted.runs.slots, wanted.lengths, minlength=num_slots).astype(np.int64)
+    per_slot += np.bincount(wanted.tails.slots, minlength=num_slots)
     return np.minimum(per_slot, core.reserved)[slots]
 
 
 def append(core: Core, slots: Int64, counts: Int64) -> Plan:
     """Carries out an append; see `BlockAllocator.append`."""
+    tables = core.tables
     wanted = demand(core, slots, counts)
     available = _available_to(core, slots, wanted)
     if wanted.needed > available:
@@ -170,76 +181,76 @@ def append(core: Core, slots: Int64, counts: Int64) -> Plan:
         used = _from_reservation(core, slots, wanted)
         core.reserved[slots] -= used
         core.total_reserved -= int(used.sum())
-    plan = EMPTY_PLAN
-    if wanted.needed:
-        plan = _take_pages(core, wanted)
-    tables = core.tables
-    tables.seen[slots] += counts
+    plan = _take_pages(core, wanted) if wanted.needed else EMPTY_PLAN
     grown = slots[counts > 0]
     core.appended[grown] = True
     core.frozen_tail[grown] = False
-    if len(wanted.diverged):
-        moved = slots[wanted.diverged]
-        core.counters.live_tokens += int(wanted.lens.sum()) - int(tables.lens[moved].sum())
-        tables.lens[moved] = wanted.lens
-    if len(wanted.in_step):
-        core.counters.live_tokens += int(counts[wanted.in_step].sum()) * core.num_rows
+    core.counters.live_tokens += _new_live_tokens(core, counts, wanted)
+    tables.seen[slots] += counts
+    tables.lens[wanted.diverged] = wanted.lens
     return plan
 
 
+def _new_live_tokens(core: Core, counts: Int64, wanted: Demand) -> int:
+    if core.tables.uniform:
+        return int(counts.sum()) * core.num_rows
+    return int(wanted.lens.sum(dtype=np.int64) - core.tables.lens[wanted.diverged].sum(dtype=np.int64))
+
+
 def _take_pages(core: Core, wanted: Demand) -> Plan:
-    tables = core.tables
-    # The frozen pages are let go only after fresh ones were taken, so that no page is both source and target.
-    fresh = core.take(wanted.fresh, after=_last_pages(core, wanted), lengths=wanted.lengths)
-    copies, freed = EMPTY_PLAN.copies, 0
+    """Writes the pages of a demand that fits into the tables."""
+    tables, runs, lengths = core.tables, wanted.runs, wanted.lengths
     if wanted.fresh:
-        last = wanted.columns + wanted.lengths
-        tight = np.flatnonzero(last > tables.width[wanted.slots])
-        for slot, end in zip(wanted.slots[tight].tolist(), last[tight].tolist(), strict=True):
-            tables.ensure_width(slot, end)
-        starts = tables.base[wanted.slots] + wanted.rows * tables.width[wanted.slots] + wanted.columns
-        _scatter(tables.arena.data, starts, wanted.lengths, fresh)
+        _make_room(core, runs.slots, runs.columns + lengths)
+        pages = core.take(wanted.fresh, after=_last_pages(core, runs), lengths=lengths)
+        _scatter(tables.arena.data, runs.places(tables), lengths, pages)
         if core.deltas is not None:
-            core.deltas.grow(wanted.slots, wanted.rows, wanted.columns, wanted.lengths, fresh)
-    if len(wanted.tail_slots):
-        slots = wanted.tail_slots
-        at = tables.base[slots] + wanted.tail_rows * tables.width[slots] + wanted.tail_columns
-        old, new = tables.arena.data[at], core.take(len(slots))
-        tables.arena.data[at] = new
-        if core.deltas is not None:
-            core.deltas.grow(slots, wanted.tail_rows, wanted.tail_columns, np.ones_like(slots), new)
-        copies = CopyPages(old, new)
-        freed = core.release(old)
-        core.counters.copied_pages += len(new)
-    core.counters.table_entries += wanted.fresh
+            core.deltas.grow(runs.slots, runs.rows, runs.columns, lengths, pages)
+        core.counters.table_entries += wanted.fresh
+    copies, freed = _copy_tails(core, wanted.tails) if len(wanted.tails.slots) else (EMPTY_PLAN.copies, 0)
     return Plan(copies, allocated=wanted.needed, freed=freed)
 
 
-def _last_pages(core: Core, wanted: Demand) -> Int32 | None:
+def _make_room(core: Core, slots: Int64, ends: Int64) -> None:
+    """Widens the extents of `slots` to `ends` columns where they are narrower. O(k), plus the extents that move."""
+    tight = np.flatnonzero(ends > core.tables.width[slots])
+    tight = tight[ends[tight].argsort()]
+    for slot, end in dict(zip(slots[tight].tolist(), ends[tight].tolist(), strict=True)).items():  # its largest end
+        core.tables.ensure_width(slot, end)
+
+
+def _copy_tails(core: Core, tails: Entries) -> tuple[CopyPages, int]:
+    """Replaces frozen pages by copies. Lets go of the old ones last, so that no page is both source and target."""
+    tables, places = core.tables, tails.places(core.tables)
+    old, new = tables.arena.data[places], core.take(len(places))
+    tables.arena.data[places] = new
+    if core.deltas is not None:
+        core.deltas.grow(tails.slots, tails.rows, tails.columns, np.ones_like(tails.slots), new)
+    core.counters.copied_pages += len(new)
+    return CopyPages(old, new), core.release(old)
+
+
+def _last_pages(core: Core, runs: Entries) -> Int32 | None:
     """The page before each new run, 0 at the start of a row; None for a placement that takes no hints."""
     if core.pool.placement == "lifo":
         return None
-    tables = core.tables
-    before = tables.base[wanted.slots] + wanted.rows * tables.width[wanted.slots] + wanted.columns - 1
-    last = np.zeros(len(before), np.int32)
-    going_on = wanted.columns > 0
-    last[going_on] = tables.arena.data[before[going_on]]
+    last = np.zeros(len(runs.slots), np.int32)
+    going_on = runs.columns > 0
+    last[going_on] = core.tables.arena.data[runs.places(core.tables)[going_on] - 1]
     return last
 
 
 def write_cross(core: Core, slot: int, rows: Int64, count: int) -> Plan:
     """Gives the write-once `rows` of a sequence slots for `count` tokens; see `BlockAllocator.write_cross`."""
     tables = core.tables
-    none = np.zeros(0, np.int64)
     pages = -(-count // core.page_size)
-    lens: Int32 = tables.lens[[slot]]
-    lens[0, rows] = count
-    slots, columns, lengths = (np.full(len(rows), value) for value in (slot, 0, pages))
+    core.require(pages * len(rows))
+    entries = Entries(np.full(len(rows), slot), rows, np.zeros(len(rows), np.int64))
     total = pages * len(rows)
-    core.require(total)
-    wanted = Demand(slots, rows, columns, lengths, none, none, none, none, np.zeros(1, np.int64), lens, total, total)
-    plan = _take_pages(core, wanted) if total else EMPTY_PLAN
-    tables.lens[slot] = lens[0]
+    plan = _take_pages(
+        core, Demand(entries, np.full(len(rows), pages), _NO_ENTRIES, _NONE, np.zeros((0, 0), np.int32), total, total)
+    )
+    tables.lens[slot, rows] = count
     core.cross_written[slot] = True
     core.counters.live_tokens += count * len(rows)
     return plan

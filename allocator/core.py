@@ -128,7 +128,7 @@ class Core:
 
     def written_rows(self, lens: Int32) -> Bool:
         """Rows of `lens` (int32 [n, num_rows]) whose last page the next append writes: partly filled, or state."""
-        partial: Bool = (lens % np.int32(self.page_size) != 0) & self.tables.grows
+        partial: Bool = (self.tables.offset(lens) != 0) & self.tables.grows
         return partial | (self.state_rows & (lens > 0))
 
     def clone_slot(self, slot: int) -> int:

@@ -30,30 +30,32 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
     lens = tables.row_lens(slot)[rows]
     if (counts == lens).all():
         return EMPTY_PLAN
-    old_pages, old_start = _pages_of_rows(core, slot, rows, lens)
-    num_targets = tables.pages_for(counts)
-    target_row = np.repeat(np.arange(len(rows)), num_targets)
-    target_column = ragged(np.zeros_like(num_targets), num_targets)
-    first = (counts.cumsum() - counts)[target_row] + target_column * size
-    held = np.minimum(size, counts[target_row] - target_column * size)
+    num_old, num_targets = tables.pages_for(lens), tables.pages_for(counts)
+    places = tables.base[slot] + rows * tables.width[slot]
+    old_pages: Int32 = tables.arena.data[ragged(places, num_old)]
+    old_start = num_old.cumsum() - num_old
 
-    source = keep[first] // size
-    intact = (source * size == keep[first]) & (keep[first + held - 1] - keep[first] == held - 1)
-    reused = old_start[target_row] + source
+    column = ragged(np.zeros_like(num_targets), num_targets)
+    first = np.repeat(counts.cumsum() - counts, num_targets) + column * size
+    held = np.minimum(size, np.repeat(counts, num_targets) - column * size)
+    head = keep[first]
+    intact = (tables.offset(head) == 0) & (keep[first + held - 1] - head == held - 1)
     used = np.zeros(len(old_pages), np.bool_)
-    used[reused[intact]] = True
-    targets, allocated = _target_pages(core, old_pages, old_start[target_row] + target_column, reused, intact, used)
+    row_start = np.repeat(old_start, num_targets)
+    targets, allocated = _target_pages(core, old_pages, row_start + column, row_start + head // size, intact, used)
 
     changed = np.flatnonzero(~intact)
-    tokens = keep[ragged(first[changed], held[changed])]
-    sources = np.repeat(old_start[target_row[changed]], held[changed])
-    moves = _moves(core, old_pages, sources, tokens, ragged(targets[changed].astype(np.int64) * size, held[changed]))
+    if 2 * len(changed) < len(targets):
+        chosen = ragged(first[changed], held[changed])
+        sources = keep[chosen] + np.repeat(row_start[changed] * size, held[changed])
+        moves = _moves(core, old_pages, sources, ragged(targets[changed].astype(np.int64) * size, held[changed]))
+    else:  # most pages change: whole rows at once are cheaper, and what is in place is sorted out in the end
+        sources = keep + np.repeat(old_start * size, counts)
+        moves = _moves(core, old_pages, sources, ragged(targets.astype(np.int64) * size, held))
     positions = _positions(core, slot, rows, keep, counts)
-
     tables.diverge(slot)
-    view = tables.view(slot)
-    view[rows] = 0
-    view[rows[target_row], target_column] = targets
+    tables.arena.data[ragged(places + num_targets, num_old - num_targets)] = 0
+    tables.arena.data[ragged(places, num_targets)] = targets
     tables.lens[slot, rows] = counts
     tables.set_kept(slot, rows, counts, positions)
     core.frozen_tail[slot] = True
@@ -64,20 +66,13 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
     return Plan(moves=moves, allocated=allocated, freed=core.release(old_pages[~used]))
 
 
-def _pages_of_rows(core: Core, slot: int, rows: Int64, lens: Int64) -> tuple[Int32, Int64]:
-    """Old pages of the rows, concatenated, and where each row's begin."""
-    tables = core.tables
-    num = tables.pages_for(lens)
-    at = ragged(tables.base[slot] + rows * tables.width[slot], num)
-    return tables.arena.data[at], num.cumsum() - num
-
-
 def _target_pages(
     core: Core, old_pages: Int32, own: Int64, reused: Int64, intact: Bool, used: Bool
 ) -> tuple[Int32, int]:
     """The page of every target, by the rules of the module; marks old pages that stay in `used`."""
     targets = np.empty(len(own), np.int32)
     targets[intact] = old_pages[reused[intact]]
+    used[reused[intact]] = True
     writable = ~core.pool.frozen(old_pages)
     in_place = ~intact & writable[own] & ~used[own]
     targets[in_place] = old_pages[own[in_place]]
@@ -93,11 +88,15 @@ def _target_pages(
     return targets, missing
 
 
-def _moves(core: Core, old_pages: Int32, row_start: Int64, tokens: Int64, dst: Int64) -> MoveSlots:
-    """Moves of the live indices `tokens` to the slots `dst`, but for those that are there already. O(tokens)."""
-    size = core.page_size
-    page = tokens // size
-    src = old_pages[row_start + page].astype(np.int64) * size + (tokens - page * size)
+def _moves(core: Core, pages: Int32, tokens: Int64, dst: Int64) -> MoveSlots:
+    """Moves of tokens to the slots `dst`, but for those that are there already. O(tokens).
+
+    Tokens are numbered through all rows: page q of `pages` holds tokens ``q * page_size`` onwards. So a token's slot is
+    its number plus a shift that depends on its page alone.
+    """
+    shift = (pages - np.arange(len(pages))) * core.page_size
+    src = shift.take(core.tables.page(tokens), mode="wrap")  # in range anyway; this mode is the fastest
+    src += tokens
     moving = src != dst
     return MoveSlots(src[moving], dst[moving])
 

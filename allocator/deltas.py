@@ -1,7 +1,7 @@
 """`DeltaLog`: what changed in the tables since the last look, for copies of them on a device.
 
-The copy is one int32 array ``[capacity * num_rows, columns]``; a sequence's rows are `TableQueries.device_rows`. Entries
-past the end of a row are left as they were: a kernel reads as far as the live length says.
+The copy is one int32 array ``[capacity * num_rows, columns]``; a sequence's rows are `TableQueries.device_rows`.
+Entries past the end of a row are left as they were: a kernel reads as far as the live length says.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from allocator.types import Bool, Int32, Int64, Placement
 
 __all__ = ["PagePool"]
 
+_CHUNK = 4096  # temporary arrays of this many pages stay in the processor's cache
 _NO_PAGES = np.empty(0, np.int32)
 
 
@@ -63,7 +64,8 @@ class PagePool:
             lengths: int64 [k], pages of each run; sums to `n`.
         """
         pages = self._free.take(n, after, lengths)
-        self.refs[pages] = 1
+        for start in range(0, n, _CHUNK):
+            self.refs[pages[start : start + _CHUNK].astype(np.intp)] = 1  # intp indexes at twice the speed of int32
         return pages
 
     def take_one(self) -> int:
@@ -102,25 +104,28 @@ class PagePool:
         """
         if len(pages) == 0:
             return 0, _NO_PAGES
-        refs = self.refs
-        before = refs[pages]
+        refs, at = self.refs, pages.astype(np.intp)
+        before = refs[at]
         if int(before.min()) < 1:
             raise DoubleFree(int(pages[before.argmin()]), 0)
-        if self._has_repeats(pages, before):
+        if self._has_repeats(at, before):
             return self._release_repeated(pages)
         if int(before.max()) == 1:
-            refs[pages] = 0
+            refs[at] = 0
             return self._settle(pages)
-        refs[pages] = before - 1
+        refs[at] = before - 1
         return self._settle(pages[before == 1])
 
-    def _has_repeats(self, pages: Int32, before: Int32) -> bool:
-        """Whether a page occurs twice. Uses the counts themselves as scratch: n writes, n reads, no sort."""
-        marks = np.arange(-len(pages), 0, dtype=np.int32)
-        self.refs[pages] = marks
-        repeated = bool((self.refs[pages] != marks).any())
+    def _has_repeats(self, at: Int64, before: Int32) -> bool:
+        """Whether a page occurs twice. Uses the counts themselves as scratch: n writes, n reads, no sort.
+
+        Leaves the counts scrambled if not (the caller writes them next), as they were if so.
+        """
+        marks = np.arange(-len(at), 0, dtype=np.int32)
+        self.refs[at] = marks
+        repeated = bool((self.refs[at] != marks).any())
         if repeated:
-            self.refs[pages] = before  # equal values for equal pages: the order of writes does not matter
+            self.refs[at] = before  # equal values for equal pages: the order of writes does not matter
         return repeated
 
     def _release_repeated(self, pages: Int32) -> tuple[int, Int32]:
@@ -159,7 +164,10 @@ class PagePool:
 
     def frozen(self, pages: Int32) -> Bool:
         """Whether each page must not be written: shared, pinned or published. The one predicate for it. O(n)."""
-        frozen: Bool = (self.refs[pages] > 1) | (self.block_of[pages] != 0)
+        at = pages.astype(np.intp)
+        frozen: Bool = self.refs[at] > 1
+        if self.num_published:
+            frozen |= self.block_of[at] != 0
         return frozen
 
     def free_pages(self) -> Int32:

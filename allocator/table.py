@@ -17,7 +17,10 @@ is ``kept`` positions (what a crop left) followed by a run of consecutive ones t
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
+import numpy.typing as npt
 
 from allocator.arena import Arena, ragged
 from allocator.errors import InvalidArgument, StaleHandle
@@ -28,6 +31,8 @@ __all__ = ["PageTables"]
 _INDEX_BITS = 32
 _INDEX_MASK = (1 << _INDEX_BITS) - 1
 _CLOSED = -1
+
+AnyInt = TypeVar("AnyInt", np.int32, np.int64)
 
 
 class PageTables:
@@ -130,7 +135,7 @@ class PageTables:
         if len(ids) and not (int(slots.max()) < len(self.handles) and (self.handles[slots] == ids).all()):
             for seq in seqs:
                 self.slot_of(seq)
-        if len(ids) > 1 and len(np.unique(slots)) < len(slots):
+        if len(ids) > 1 and int(np.bincount(slots).max()) > 1:
             raise InvalidArgument("seqs", seqs, "a sequence occurs twice")
         return slots
 
@@ -146,9 +151,19 @@ class PageTables:
         pages: Int64 = (lens + (self.page_size - 1)) // self.page_size
         return pages
 
+    def page(self, index: Int64) -> Int64:
+        """Column of the page that holds a live index."""
+        size = self.page_size
+        return index >> (size.bit_length() - 1) if size & (size - 1) == 0 else index // size
+
+    def offset(self, index: npt.NDArray[AnyInt]) -> npt.NDArray[AnyInt]:
+        """Place of a live index in its page."""
+        size = index.dtype.type(self.page_size)
+        return index & (size - 1) if self.page_size & (self.page_size - 1) == 0 else index % size
+
     def lens_of(self, slots: Int64) -> Int32:
         """Live tokens, int32 [len(slots), num_rows]. A copy. O(len(slots) * num_rows)."""
-        lens: Int32 = self.lens[slots]
+        lens: Int32 = self.lens.take(slots, axis=0)
         in_step = ~self.diverged[slots]
         if in_step.any():
             lens[in_step] = self.seen[slots[in_step], None]

@@ -44,20 +44,21 @@ def check_index(name: str, value: object, size: int) -> int:
 
 def check_counts(counts: Counts, num_seqs: int, limits: Int64 | None = None, reason: str = "") -> Int64:
     """One non-negative count a sequence, int64 [num_seqs]; none above its limit."""
-    given = np.asarray(counts)
-    if given.size and given.dtype.kind not in "iu":
-        raise InvalidArgument("counts", counts, "must be integers")
-    if given.ndim == 0:
-        given = np.full(num_seqs, given)
-    if given.shape != (num_seqs,):
-        raise InvalidArgument("counts", counts, f"needs one count for each of {num_seqs} sequences")
-    checked = given.astype(np.int64)
-    if num_seqs:
-        if int(checked.min()) < 0:
+    if isinstance(counts, int):
+        checked = np.full(num_seqs, check_size("counts", counts, least=0))
+    else:
+        given = np.asarray(counts)
+        if given.size and given.dtype.kind not in "iu":
+            raise InvalidArgument("counts", counts, "must be integers")
+        if given.shape not in ((), (num_seqs,)):
+            raise InvalidArgument("counts", counts, f"needs one count for each of {num_seqs} sequences")
+        checked = np.empty(num_seqs, np.int64)
+        checked[:] = given
+        if num_seqs and int(checked.min()) < 0:
             raise InvalidArgument("counts", int(checked.min()), "must not be negative")
-        if limits is not None and (checked > limits).any():
-            worst = int((checked - limits).argmax())
-            raise InvalidArgument("counts", int(checked[worst]), f"{reason} ({int(limits[worst])})")
+    if limits is not None and (checked > limits).any():
+        worst = int((checked - limits).argmax())
+        raise InvalidArgument("counts", int(checked[worst]), f"{reason} ({int(limits[worst])})")
     return checked
 
 
@@ -114,30 +115,40 @@ def check_keep(keep: Keep, lens: Int64, lanes: int) -> tuple[Int64, Int64, Int64
     lists: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.integer]]] = {}
     for key, indices in keep.items():
         given = np.asarray(indices)
-        if given.size == 0:
+        if given.dtype.kind not in "iu" or given.ndim != 1:
+            if given.size:
+                raise InvalidArgument(f"keep[{key!r}]", given.dtype, "must be a one-dimensional list of integers")
             given = np.empty(0, np.int64)
-        elif given.ndim != 1 or given.dtype.kind not in "iu":
-            raise InvalidArgument(f"keep[{key!r}]", given.dtype, "must be a one-dimensional list of integers")
         for row in _rows_of(key, len(lens) // lanes, lanes):
             if row in lists:
                 raise InvalidArgument("keep", key, "names a lane twice")
-            if len(given) and not (given[0] >= 0 and given[-1] < lens[row]):
-                outside = given[0] if given[0] < 0 else given[-1]
-                raise InvalidArgument(f"keep[{key!r}]", int(outside), f"live indices are 0 to {lens[row] - 1}")
             lists[row] = given
     rows = np.array(sorted(lists), np.int64)
-    counts = np.array([len(lists[row]) for row in rows.tolist()], np.int64)
-    if len(rows) == 0:
-        return rows, np.empty(0, np.int64), counts
-    flat = np.concatenate([lists[row] for row in rows.tolist()], dtype=np.int64, casting="unsafe")
+    ordered = [lists[row] for row in rows.tolist()]
+    counts = np.array([len(indices) for indices in ordered], np.int64)
+    flat = np.concatenate([np.empty(0, np.int64), *ordered], dtype=np.int64, casting="unsafe")
+    _check_rising(rows, flat, counts, lens, lanes)
+    return rows, flat, counts
+
+
+def _check_rising(rows: Int64, flat: Int64, counts: Int64, lens: Int64, lanes: int) -> None:
+    """Every row's indices strictly increase, from 0 at least to its last live token at most."""
+    ends = counts.cumsum()
     rising = flat[1:] > flat[:-1]
-    starts = counts.cumsum()[:-1]
-    rising[starts[(starts > 0) & (starts < len(flat))] - 1] = True
+    borders = ends[:-1][(ends[:-1] > 0) & (ends[:-1] < len(flat))]
+    rising[borders - 1] = True
     if not rising.all():
         at = int(rising.argmin()) + 1
-        row = int(rows[np.searchsorted(counts.cumsum(), at, side="right")])
+        row = int(rows[np.searchsorted(ends, at, side="right")])
         raise InvalidArgument(f"keep[{divmod(row, lanes)}]", int(flat[at]), "indices must be strictly increasing")
-    return rows, flat, counts
+    filled = np.flatnonzero(counts)
+    for index in (flat[(ends - counts)[filled]], flat[ends[filled] - 1]):
+        outside = np.flatnonzero((index < 0) | (index >= lens[rows[filled]]))
+        if len(outside):
+            row = int(rows[filled[outside[0]]])
+            raise InvalidArgument(
+                f"keep[{divmod(row, lanes)}]", int(index[outside[0]]), f"live indices are 0 to {lens[row] - 1}"
+            )
 
 
 def _rows_of(key: object, num_layers: int, lanes: int) -> range:
