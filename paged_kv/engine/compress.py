@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from allocator import SeqId
+from allocator import OutOfPages, SeqId
 from paged_kv.live import Policy
 from paged_kv.memory import PagedMemory
 
@@ -63,14 +63,41 @@ class Compression:
         return None if self.every is None else self.every - (num_computed - num_prompt) % self.every
 
     def crop(self, memory: PagedMemory, seq: SeqId) -> int:
-        """Crop one sequence; returns the pages freed."""
-        keep: dict[tuple[int, int], np.ndarray] = {}
-        for layer, budget in self.of_layers(memory.layers).items():
+        """Crop one sequence, layer by layer, smallest budget first; returns how many fewer pages are in use.
+
+        Raises:
+            OutOfPages: Survivors must move off shared or published pages and no page is left for them. The layers
+                cropped so far stay cropped; calling again goes on with the others.
+        """
+        before = _num_active(memory)
+        for layer, budget in sorted(self.of_layers(memory.layers).items(), key=lambda item: item[1]):
             if int(memory.live_lens([seq], layer).max()) <= budget:
                 continue
             lanes = self.policy.keep(memory.live_tokens(seq, layer), budget)
-            keep |= {(layer, lane): indices for lane, indices in enumerate(lanes)}
-        return memory.crop(seq, keep) if keep else 0
+            keep = {(layer, lane): indices for lane, indices in enumerate(lanes)}
+            try:
+                memory.crop(seq, keep)
+            except OutOfPages:
+                _make_room(memory, budget)
+                memory.crop(seq, keep)
+        return before - _num_active(memory)
+
+
+def _num_active(memory: PagedMemory) -> int:
+    return sum(stats.active_pages for stats in memory.stats())
+
+
+def _make_room(memory: PagedMemory, num_tokens: int) -> None:
+    """Let a growing pool grow by what `num_tokens` take, by reserving them for a moment.
+
+    Raises:
+        OutOfPages: The pool is as large as it may be.
+    """
+    scratch, _ = memory.open()
+    try:
+        memory.append([scratch], [num_tokens])
+    finally:
+        memory.close(scratch)
 
 
 def ramp(mean: int, num_layers: int, spread: float) -> tuple[int, ...]:

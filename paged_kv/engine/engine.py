@@ -105,7 +105,8 @@ class Engine:
         self._slides = any(window is not None for spec in specs for window in spec.windows)
         self._scheduler = Scheduler(self.memory, self._limits(caching))
         self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=_encoder(tokenizer))
-        self._runner = Runner(model, self.memory, backend_for(self.options.backend), optimize=self.options.optimize)
+        backend = backend_for(self.options.backend, specs[0].device)
+        self._runner = Runner(model, self.memory, backend, optimize=self.options.optimize)
         self._searcher = Searcher(self.memory, self._scheduler, self._sampler, self._eos_ids, tokenizer)
         self._requests: dict[str, Request] = {}
         self._finished: list[RequestOutput] = []

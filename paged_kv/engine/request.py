@@ -113,6 +113,7 @@ class Row:
     detokenizer: Any = None
     sampler: Any = None
     num_cropped: int = 0
+    crop_pending: bool = False
 
     @property
     def num_prompt(self) -> int:

@@ -17,6 +17,8 @@ from allocator import KVError
 from paged_kv._compat import CACHE_KEYWORD, attention_of
 from paged_kv.attention.attach import PACKED_ATTENTION, register
 from paged_kv.attention.base import AttentionOptions, Backend, tie
+from paged_kv.attention.cpu.backend import CpuBackend, write_pages
+from paged_kv.attention.cpu.build import why_not
 from paged_kv.attention.sdpa import SdpaBackend
 from paged_kv.engine.batch import Batch
 from paged_kv.memory import PagedMemory, Step
@@ -29,11 +31,13 @@ class UnsupportedByEngine(KVError):
 class PackedCache(DynamicCache):
     """What the model takes for its cache: writes the step's keys and values into pages, keeps nothing itself."""
 
-    def __init__(self, backend: Backend, windows: dict[int, int | None]) -> None:
-        """Attend with `backend`; `windows` names the paged layers."""
+    def __init__(self, memory: PagedMemory, backend: Backend) -> None:
+        """Write into `memory`, attend with `backend`."""
         super().__init__()
+        self._memory = memory
         self._backend = backend
-        self._windows = windows
+        self._windows = {layer: window for group in memory.groups for layer, window in _windows(group.spec)}
+        self._fused = backend.name == "cpu"
         self.step: Step | None = None
 
     def update(
@@ -42,7 +46,12 @@ class PackedCache(DynamicCache):
         """Write a layer's new keys and values `[1, kv_heads, tokens, width]` and hand on where its pages are."""
         if self.step is None:
             raise KVError("a packed cache belongs to a step of the engine and is empty outside of it")
-        self.step.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        if self._fused:
+            store = self._memory.place(layer_idx)[0].store
+            write_pages(store.keys, store.values, keys, values, self.step.slots(layer_idx))
+        else:
+            self.step.write(layer_idx, keys, values)
         handle = PackedHandle(self._backend, self.step, layer_idx, self._windows[layer_idx])
         return tie(key_states, handle), value_states
 
@@ -81,8 +90,7 @@ class Runner:
         self._training = bool(model.training)
         self._attention = attention_of(model)
         self._optimized: Any = None
-        windows = {layer: window for group in memory.groups for layer, window in _windows(group.spec)}
-        self._cache = PackedCache(backend, windows)
+        self._cache = PackedCache(memory, backend)
         self.device: torch.device = memory.groups[0].spec.device
         try:
             register()
@@ -143,12 +151,19 @@ def _windows(spec: Any) -> list[tuple[int, int | None]]:
     return list(zip(spec.layers, spec.windows, strict=True))
 
 
-def backend_for(name: str) -> Backend:
+def backend_for(name: str, device: torch.device) -> Backend:
     """An attention backend by name; "auto" takes the fastest that works here.
 
     Raises:
-        ValueError: No backend of this name.
+        ValueError: No backend of this name, or it cannot run here.
     """
-    if name in ("auto", "sdpa"):
+    if name not in ("auto", "cpu", "sdpa"):
+        raise ValueError(f'backend must be "auto", "cpu" or "sdpa", got {name!r}')
+    if name == "sdpa":
         return SdpaBackend()
-    raise ValueError(f'backend must be "auto" or "sdpa", got {name!r}')
+    reason = "the pages are not on the CPU" if device.type != "cpu" else why_not()
+    if reason is None:
+        return CpuBackend()
+    if name == "cpu":
+        raise ValueError(f"backend cpu cannot run here: {reason}")
+    return SdpaBackend()

@@ -373,6 +373,7 @@ class Scheduler:
         del self._running[row]
         row.seq = None
         row.num_computed = row.num_cropped = 0
+        row.crop_pending = False
         row.draft = []
         row.request.num_preemptions += 1
         self.num_preemptions += 1

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from allocator import OutOfPages
 from paged_kv.engine.batch import Batch, Span
 from paged_kv.engine.beam import BeamSearch
 from paged_kv.engine.request import Request, Row
@@ -77,13 +78,19 @@ class Searcher:
         return {span.row.request for span in batch.spans}
 
     def crop(self, rows: Sequence[Row]) -> None:
-        """Crop the rows whose crop is due."""
+        """Crop the rows whose crop is due, or was and found no page to move survivors to."""
         for row in rows:
             compression = row.request.params.compression
-            if compression is None or row.seq is None or not compression.is_due(row.num_prompt, row.num_computed):
+            if compression is None or row.seq is None:
                 continue
-            self.pages_freed += compression.crop(self._memory, row.seq)
+            if not (row.crop_pending or compression.is_due(row.num_prompt, row.num_computed)):
+                continue
             row.num_cropped += 1
+            try:
+                self.pages_freed += compression.crop(self._memory, row.seq)
+                row.crop_pending = False
+            except OutOfPages:
+                row.crop_pending = True
             self._scheduler.pages_freed()
 
     def end(self, row: Row, reason: str) -> None:
@@ -127,6 +134,7 @@ class Searcher:
                 row.num_computed,
                 sampler=row.sampler,
                 num_cropped=row.num_cropped,
+                crop_pending=row.crop_pending,
             )
             for index, seq in zip(indices, forks, strict=True)
         ]

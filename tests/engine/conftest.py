@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import tiny
+from engine_models import tiny
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import CONFIGS, alone, prompts, tiny
+from engine_models import CONFIGS, alone, prompts, tiny
 
 from paged_kv.engine import LLM, SamplingParams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from models import alone, prompts
+from engine_models import alone, prompts
 
 from paged_kv.engine import LLM, InvalidParams, SamplingParams
 from paged_kv.engine.engine import InvalidRequest

@@ -1,0 +1,285 @@
+"""The command line: `paged-kv run` and `paged-kv doctor`. The only place that prints or reads the environment."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from paged_kv.engine.llm import LLM
+    from paged_kv.engine.params import SamplingParams
+    from paged_kv.integrations.batch import BatchJob, Progress
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+_err = Console(stderr=True, highlight=False, soft_wrap=True)
+_out = Console(highlight=False)
+
+#: Seconds between two plain progress lines.
+PLAIN_INTERVAL = 10.0
+
+
+@app.command()
+def run(  # noqa: PLR0913 - one parameter per option of the command
+    source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSON lines: short form, or OpenAI's batch form.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where the answers go, one line each, in order.")],
+    model: Annotated[str, typer.Option(help="Folder of a transformers model; SmolLM2 by default.")] = "",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; as saved by default.")] = "",
+    max_tokens: Annotated[int, typer.Option(help="Output tokens of lines that name none.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Of lines that name none; 0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Draws of a line depend on this and its number.")] = 0,
+    budget: Annotated[int, typer.Option(help="Tokens a layer keeps of a prompt, mean over layers; 0 keeps all.")] = 0,
+    policy: Annotated[str, typer.Option(help="Which tokens stay: streaming or knorm.")] = "streaming",
+    spread: Annotated[float, typer.Option(help="First layer keeps 1 + spread of the budget, last 1 - spread.")] = 0.5,
+    page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
+    max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens of one forward pass.")] = 1024,
+    kv_cache_bytes: Annotated[int, typer.Option(help="Bytes of KV cache; 0 for as much as is free.")] = 0,
+    backend: Annotated[str, typer.Option(help="Attention backend: auto, cpu or sdpa.")] = "auto",
+    prefix_caching: Annotated[bool, typer.Option(help="Share the pages of equal prefixes.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over if the output exists.")] = False,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run failed lines again.")] = False,
+) -> None:
+    """Complete every line of INPUT. Run the same command again to go on after an interruption."""
+    from paged_kv.engine import SamplingParams
+
+    settings = {
+        "page_size": page_size,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "kv_cache_bytes": kv_cache_bytes or None,
+        "backend": backend,
+        "enable_prefix_caching": prefix_caching,
+    }
+    with _clear_errors():
+        base = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        named = {"budget": budget, "policy": policy if budget else "", "spread": spread if budget else 0.0}
+        opened = _open(source, output, base, {"model": model, "dtype": dtype} | named, overwrite)
+        with _llm(model, dtype, settings) as llm:
+            base = _with_budget(base, llm, named)
+            _work(llm, source, opened, base, retry_errors)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine and its packages can do."""
+    import platform
+
+    import psutil
+    import torch
+    import transformers
+
+    import paged_kv
+    from paged_kv.attention.cpu.build import why_not
+
+    table = Table("", "", show_header=False, box=None)
+    table.add_row("paged-kv", paged_kv.__version__)
+    table.add_row("python", platform.python_version())
+    level = torch.backends.cpu.get_cpu_capability()
+    table.add_row("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, {level}")
+    table.add_row("transformers", transformers.__version__)
+    memory = psutil.virtual_memory()
+    table.add_row("memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    table.add_row("GPUs", ", ".join(gpus) or "none")
+    reason = why_not()
+    table.add_row("fused CPU kernel", "works" if reason is None else f"no: {reason}")
+    packed = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    table.add_row("packed weights", "works" if packed else "no: this torch is built without oneDNN")
+    for package, use in (("kvpress", "its presses as policies"), ("llguidance", "structured output")):
+        table.add_row(package, _found(package, use))
+    _out.print(table)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+# -- parts of `run` ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _clear_errors() -> Iterator[None]:
+    """Print an expected failure as one line and end with status 2."""
+    from allocator import KVError
+
+    try:
+        yield
+    except (KVError, ValueError, OSError) as error:
+        _err.print(f"[red]error:[/red] {str(error) or type(error).__name__}", markup=True)
+        raise typer.Exit(2) from error
+
+
+def _open(source: Path, output: Path, base: SamplingParams, settings: dict[str, Any], overwrite: bool) -> Any:
+    """The journal of the job, before anything expensive is loaded."""
+    from paged_kv.integrations.batch import manifest_of
+    from paged_kv.integrations.journal import Journal, fingerprint
+
+    digest, rows = fingerprint(source)
+    model = settings.pop("model") or "SmolLM2-135M-Instruct"
+    journal = Journal(output, manifest_of(digest, rows, model, base, settings))
+    journal.open(source, overwrite=overwrite)
+    if journal.num_written:
+        _err.print(f"{output}: {journal.num_written} of {rows} rows are done already")
+    return journal
+
+
+def _llm(model: str, dtype: str, settings: dict[str, Any]) -> LLM:
+    """Load the model and open an engine."""
+    import torch
+    from transformers.utils import logging
+
+    from paged_kv.engine.llm import LLM
+    from paged_kv.weights import demo_model
+
+    if dtype and dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype!r}")
+    logging.disable_progress_bar()
+    cache = os.environ.get("PAGED_KV_CACHE")
+    path = model or demo_model(Path(cache) if cache else None)
+    return LLM(path, dtype=getattr(torch, dtype) if dtype else None, **settings)
+
+
+def _with_budget(base: SamplingParams, llm: LLM, named: dict[str, Any]) -> SamplingParams:
+    """Parameters that crop each prompt to the budget, if there is one."""
+    from dataclasses import replace
+
+    from paged_kv.compression.knorm import KeyNorm
+    from paged_kv.compression.streaming import StreamingLLM
+    from paged_kv.engine.compress import Compression, ramp
+
+    if not named["budget"]:
+        return base
+    policies: dict[str, Any] = {"streaming": StreamingLLM, "knorm": KeyNorm}
+    if named["policy"] not in policies:
+        raise ValueError(f"policy must be one of {', '.join(policies)}, got {named['policy']!r}")
+    budgets = ramp(named["budget"], len(llm.engine.memory.layers), named["spread"])
+    return replace(base, compression=Compression(policies[named["policy"]](), budgets))
+
+
+def _work(llm: LLM, source: Path, journal: Any, base: SamplingParams, retry_errors: bool) -> None:
+    """Run the job with progress, and say how it went."""
+    from paged_kv.integrations.batch import BatchJob
+
+    with _progress() as report:
+        job = BatchJob(llm, source, journal, base, report=report)
+        with _stopping_on_interrupt(job):
+            try:
+                progress = job.run()
+                if retry_errors and not job.stopping:
+                    progress = job.retry_errors()
+            finally:
+                journal.close()
+    _summary(llm, progress)
+    if job.stopping:
+        _err.print(f"stopped: {progress.num_done} of {progress.num_rows} rows are done; the same command goes on")
+        raise typer.Exit(130)
+
+
+@contextlib.contextmanager
+def _stopping_on_interrupt(job: BatchJob) -> Iterator[None]:
+    """Ctrl-C ends the job after its step; a second one ends it at once."""
+
+    def stop(signum: int, frame: Any) -> None:
+        if job.stopping:
+            raise KeyboardInterrupt
+        job.stopping = True
+        _err.print("stopping after this step (again to stop at once)")
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """A function that shows progress: a live line on a terminal, a plain one now and then elsewhere."""
+    last = time.monotonic()
+    if not sys.stderr.isatty():
+
+        def plain(progress: Progress) -> None:
+            nonlocal last
+            if time.monotonic() - last >= PLAIN_INTERVAL:
+                last = time.monotonic()
+                _err.print(_line(progress), markup=False)
+
+        yield plain
+        return
+    with _err.status("starting") as status:
+
+        def live(progress: Progress) -> None:
+            nonlocal last
+            if time.monotonic() - last >= 0.2:
+                last = time.monotonic()
+                status.update(_line(progress))
+
+        yield live
+
+
+def _line(progress: Progress) -> str:
+    stats, seconds = progress.engine, max(progress.seconds, 1e-9)
+    done = progress.num_done
+    rate_in = (stats.num_computed_tokens - stats.num_output_tokens) / seconds
+    left = (progress.num_rows - done) * seconds / done if done else float("nan")
+    hits = stats.num_cached_tokens / max(1, stats.num_prompt_tokens)
+    return (
+        f"{done}/{progress.num_rows} rows, {progress.num_errors} errors | {rate_in:.0f} tokens/s in, "
+        f"{stats.num_output_tokens / seconds:.0f} out | {stats.num_running} running, {stats.num_waiting} waiting | "
+        f"pages {stats.pages_used}/{stats.pages_total}, prefix hits {hits:.0%} | {left:.0f} s left"
+    )
+
+
+def _summary(llm: LLM, progress: Progress) -> None:
+    """The table at the end."""
+    stats, seconds = progress.engine, max(progress.seconds, 1e-9)
+    table = Table("", "", show_header=False, title="paged-kv run")
+    table.add_row("rows", f"{progress.num_done} of {progress.num_rows}, {progress.num_errors} errors in this run")
+    if stats.num_output_tokens:
+        computed = f"{stats.num_output_tokens} in {seconds:.1f} s"
+        table.add_row("output tokens/s", f"{stats.num_output_tokens / seconds:.1f} ({computed})")
+        table.add_row("prompt tokens", f"{stats.num_prompt_tokens}, {stats.num_cached_tokens} from the prefix cache")
+        table.add_row("peak pages", f"{stats.peak_pages} of {stats.pages_total}")
+        held, dynamic = stats.peak_bytes, stats.peak_dynamic_bytes
+        share = f"{held / dynamic:.0%}" if dynamic else ""
+        table.add_row("KV bytes held", f"{_mib(held)}; DynamicCache would hold {_mib(dynamic)} unpadded ({share})")
+        table.add_row("live tokens per layer", _per_layer(stats.mean_live_len))
+        table.add_row("pages freed by cropping", str(stats.pages_freed_by_crops))
+        table.add_row("preemptions", str(stats.num_preemptions))
+    _out.print(table)
+
+
+def _per_layer(lens: tuple[float, ...]) -> str:
+    """Mean live tokens of a row, layer by layer, and their mean."""
+    if not lens:
+        return "none"
+    shown = " ".join(f"{value:.0f}" for value in lens)
+    return f"mean {sum(lens) / len(lens):.0f} at the end of a row; layer by layer: {shown}"
+
+
+def _mib(number: int) -> str:
+    return f"{number / 2**20:.1f} MiB"
+
+
+def _found(package: str, use: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return f"not installed ({use})"
+
+
+if __name__ == "__main__":
+    main()

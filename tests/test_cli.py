@@ -1,0 +1,121 @@
+"""The command line from outside."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+sys.path.insert(0, str(Path(__file__).parent / "integrations"))
+
+from batch_files import make_model, read, write_lines
+
+from paged_kv.cli import app
+
+ROWS = [
+    {"prompt": "abc def ghi jkl mno " * 3, "max_tokens": 4, "ignore_eos": True},
+    {"prompt": "hello", "max_tokens": 3},
+]
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def paged_kv(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, status: int = 0):
+        result = CliRunner().invoke(app, ["run", *arguments, "--model", str(model_folder), "--page-size", "4"])
+        assert result.exit_code == status, result.output + str(result.exception)
+        return " ".join(result.output.split())
+
+    return call
+
+
+def test_run_answers_each_line_and_prints_the_table(paged_kv):
+    write_lines(Path("in.jsonl"), [*ROWS, "broken"])
+    shown = paged_kv("in.jsonl", "--output", "out.jsonl")
+    answers = read(Path("out.jsonl"))
+    assert [line["line"] for line in answers] == [1, 2, 3]
+    assert answers[0]["num_output_tokens"] == 4
+    assert answers[2]["error"].startswith("line 3: not JSON")
+    for word in (
+        "output tokens/s",
+        "peak pages",
+        "DynamicCache would hold",
+        "live tokens per layer",
+        "freed by cropping",
+    ):
+        assert word in shown
+
+
+@pytest.mark.parametrize("policy", ["streaming", "knorm"])
+def test_a_budget_crops_layers_differently_and_frees_pages(paged_kv, policy):
+    write_lines(Path("in.jsonl"), ROWS)
+    shown = paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", "--policy", policy)
+    assert len(read(Path("out.jsonl"))) == 2
+    # 60 tokens are kept to 24, 16 and 8 in the three layers: 15 pages to 6, 4 and 2.
+    assert "pages freed by cropping │ 33" in shown
+
+
+def test_the_same_command_again_does_nothing_and_another_one_is_refused(paged_kv):
+    write_lines(Path("in.jsonl"), ROWS)
+    paged_kv("in.jsonl", "-o", "out.jsonl")
+    before = Path("out.jsonl").read_bytes()
+    assert "2 of 2 rows are done already" in paged_kv("in.jsonl", "-o", "out.jsonl")
+    assert Path("out.jsonl").read_bytes() == before
+    shown = paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", status=2)
+    assert "belongs to another job" in shown
+    paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", "--overwrite")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.jsonl", "-o", "out.jsonl"], "cannot read missing.jsonl"),
+        (["in.jsonl", "-o", "in.jsonl"], "same file"),
+        (["in.jsonl", "-o", "out.jsonl", "--temperature", "-1"], "temperature must be between"),
+        (
+            ["in.jsonl", "-o", "out.jsonl", "--budget", "8", "--policy", "magic"],
+            "policy must be one of streaming, knorm",
+        ),
+        (["in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
+        (["in.jsonl", "-o", "out.jsonl", "--backend", "magic"], "backend must be"),
+        (["in.jsonl", "-o", "out.jsonl", "--dtype", "int4"], "dtype must be"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_run_is_one_clear_line(paged_kv, arguments, message):
+    write_lines(Path("in.jsonl"), ROWS)
+    shown = paged_kv(*arguments, status=2)
+    assert message in shown
+    assert "Traceback" not in shown
+
+
+def test_an_unknown_model_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(Path("in.jsonl"), ROWS)
+    result = CliRunner().invoke(app, ["run", "in.jsonl", "-o", "out.jsonl", "--model", "no/such"])
+    assert result.exit_code == 2
+    assert "no/such" in result.output
+
+
+def test_doctor_says_what_is_there():
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0
+    for word in ("paged-kv", "torch", "transformers", "fused CPU kernel", "memory"):
+        assert word in result.output
+
+
+def test_answers_are_json_lines_a_reader_needs_nothing_else_for(paged_kv):
+    write_lines(Path("in.jsonl"), [{"prompt": "abc", "id": "first", "max_tokens": 2, "temperature": 1, "n": 2}])
+    paged_kv("in.jsonl", "-o", "out.jsonl")
+    [line] = [json.loads(text) for text in Path("out.jsonl").read_text().splitlines()]
+    assert line["id"] == "first"
+    assert len(line["outputs"]) == 2
