@@ -40,6 +40,7 @@ class AppendingCache(DynamicCache):
         *,
         page_size: int = 16,
         lanes: Lanes = "layer",
+        backend: str = "auto",
         **budget: Any,
     ) -> None:
         """Make an empty cache; shapes are learnt from the first forward unless `for_model` gave them.
@@ -51,6 +52,7 @@ class AppendingCache(DynamicCache):
             offload_only_non_sliding: Only there because `DynamicCache` has it.
             page_size: Tokens of a page.
             lanes: "layer" for a page table per layer, "head" for one per KV head (crop heads apart).
+            backend: Attention backend by name, "auto" for the best that works here; see `paged-kv doctor`.
             budget: One of `num_pages`, `kv_cache_bytes`, `memory_fraction`; see `Budget.of`.
 
         Raises:
@@ -65,7 +67,7 @@ class AppendingCache(DynamicCache):
         if lanes not in ("layer", "head"):
             raise ValueError(f'lanes must be "layer" or "head", got {lanes!r}')
         self._config = None if config is None else _compat.text_config(config)
-        self._page_size, self._lanes, self._budget = page_size, lanes, budget
+        self._page_size, self._lanes, self._backend, self._budget = page_size, lanes, backend, budget
         self._specs: tuple[KVSpec, ...] | None = None
         self._memory: PagedMemory | None = None
         self._batch: PagedBatch | None = None
@@ -148,7 +150,8 @@ class AppendingCache(DynamicCache):
                     batch.close()
                 raise
             self._batch, rows = batch, batch.rows
-        self._forward = Forward(rows, num_columns, step, rows.packing(num_columns, key_states.device))
+        packing = rows.packing(num_columns, key_states.device)
+        self._forward = Forward(rows, num_columns, step, packing, self._backend)
         return self._forward
 
     def _pages(self) -> PagedMemory:

@@ -37,7 +37,7 @@ class PagedCache(AppendingCache):
     """
 
     @classmethod
-    def for_model(cls, model: Any, *, page_size: int = 16, lanes: Lanes = "layer", **budget: Any) -> PagedCache:
+    def for_model(cls, model: Any, *, page_size: int = 16, lanes: Lanes = "layer", **options: Any) -> PagedCache:
         """A cache with the shapes of `model`, which is switched to the attention that reads pages.
 
         A model on "sdpa" attention is switched to "paged_kv" (undone by `paged_kv.detach(model)`); one that was
@@ -47,16 +47,16 @@ class PagedCache(AppendingCache):
             model: A transformers model.
             page_size: Tokens of a page.
             lanes: "layer" for a page table per layer, "head" for one per KV head.
-            budget: One of `num_pages`, `kv_cache_bytes`, `memory_fraction`; see `Budget.of`.
+            options: `backend`, and one of `num_pages`, `kv_cache_bytes`, `memory_fraction`; see `Budget.of`.
 
         Raises:
             UnsupportedModel: No layer of the model keeps plain keys and values.
         """
-        cache = cls(config=model.config, page_size=page_size, lanes=lanes, **budget)
+        cache = cls(config=model.config, page_size=page_size, lanes=lanes, **options)
         if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
             raise UnsupportedModel(f"{type(model).__name__} has no layer with plain keys and values to page")
         cache._specs = KVSpec.from_model(model, page_size=page_size, lanes=lanes)
-        Budget.of(cache._specs, **budget)
+        Budget.of(cache._specs, **cache._budget)
         if _compat.attention_of(model) == "sdpa":
             model.set_attn_implementation(ATTENTION)
         return cache

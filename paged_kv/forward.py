@@ -41,12 +41,14 @@ class Forward:
     """One forward pass through the model: the columns it adds, and the layers that have been given theirs.
 
     `step` is None while shapes are being learnt; `stash` then holds the dense K and V of each layer.
+    `backend` names the attention backend that the cache asks for.
     """
 
     rows: RowMap
     num_columns: int
     step: Step | None
     packing: Tensor | None
+    backend: str
     done: set[int] = field(default_factory=set)
     stash: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 

@@ -314,7 +314,8 @@ class Step:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write the new tokens' K and V `[tokens, kv_heads, width]` into a layer's slots."""
         group, index = self._memory.place(layer)
-        group.store.write(keys, values, self._tables[id(group)].slots[index])
+        tables = self._tables[id(group)]
+        group.store.write_at(keys, values, tables.pages[index], tables.offsets[index])
 
     def view(self, layer: int, window: int | None = None) -> LayerView:
         """A layer's pages for an attention backend, the new tokens included.
@@ -348,6 +349,8 @@ class _Tables:
     block_tables: Tensor
     live_lens: Tensor
     slots: Tensor
+    pages: Tensor
+    offsets: Tensor
     max_live_len: list[int]
     max_seen: int
 
@@ -360,10 +363,13 @@ class _Tables:
         def by_layer(array: np.ndarray) -> Tensor:
             return torch.from_numpy(array.reshape(layers, spec.lanes, *array.shape[1:])).to(spec.device)
 
+        slots = by_layer(allocator.slot_mapping(seqs, counts))
         return cls(
             block_tables=by_layer(allocator.block_tables(seqs)),
             live_lens=by_layer(live),
-            slots=by_layer(allocator.slot_mapping(seqs, counts)),
+            slots=slots,
+            pages=slots // spec.page_size,
+            offsets=slots % spec.page_size,
             max_live_len=live.reshape(layers, -1).max(axis=1, initial=0).tolist(),
             max_seen=max((allocator.seen_len(seq) for seq in seqs), default=0),
         )

@@ -89,9 +89,12 @@ class PageStore:
             values: `[tokens, kv_heads, value_width]`.
             slots: int64 `[lanes, tokens]`, distinct.
         """
-        page, offset = slots // self.spec.page_size, slots % self.spec.page_size
-        self.keys[page, :, offset] = self._by_lane(keys)
-        self.values[page, :, offset] = self._by_lane(values)
+        self.write_at(keys, values, slots // self.spec.page_size, slots % self.spec.page_size)
+
+    def write_at(self, keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        """As `write`, with each slot's page and offset in it, int64 `[lanes, tokens]`, computed before."""
+        self.keys[pages, :, offsets] = self._by_lane(keys)
+        self.values[pages, :, offsets] = self._by_lane(values)
 
     def _by_lane(self, states: Tensor) -> Tensor:
         """`[tokens, kv_heads, width]` as `[lanes, tokens, heads_per_lane, width]`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 from paged_kv import _compat
 from paged_kv.attention.base import AttentionOptions, handle_of
 from paged_kv.attention.masks import LazyMask, paged_mask, take_columns
-from paged_kv.attention.sdpa import SdpaBackend, attend_dense
+from paged_kv.attention.sdpa import attend_dense
+from paged_kv.attention.select import pick_backend
 from paged_kv.forward import ATTENTION, LayerHandle
 
 #: The engine's name for the same attention: without a mask function, so that no mask is made.
 PACKED_ATTENTION = "paged_kv_packed"
 
-_SDPA = SdpaBackend()
+#: Backends made so far, by device and name.
+_pick = lru_cache(pick_backend)
 
 
 def paged_attention(
@@ -71,7 +74,8 @@ def _attend_rows(handle: LayerHandle, query: Tensor, mask: Any, options: Attenti
     assert step is not None
     if mask is None or (isinstance(mask, LazyMask) and mask.is_range):
         view = step.view(handle.layer, None if mask is None else mask.window)
-        return handle.unpack(_SDPA.attend(handle.pack(query), view, options))
+        backend = _pick(query.device, name=handle.forward.backend)
+        return handle.unpack(backend.attend(handle.pack(query), view, options))
     batch = handle.batch
     columns = batch.live_columns(handle.layer)
     live = take_columns(mask.build() if isinstance(mask, LazyMask) else mask, columns)
