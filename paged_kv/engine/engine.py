@@ -173,6 +173,8 @@ class Engine:
         )
         try:
             seed = params.seed if params.seed is not None else self.options.seed * 1_000_003 + self._arrivals
+            if params.compression is not None:
+                params.compression.of_layers(self.memory.layers)
             row = request.rows[0]
             row.sampler = self._sampler.prepare(params, seed)
             watch(row, self.tokenizer, streams=stream)

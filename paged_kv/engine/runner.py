@@ -22,6 +22,7 @@ from paged_kv.attention.cpu.build import why_not
 from paged_kv.attention.sdpa import SdpaBackend
 from paged_kv.engine.batch import Batch
 from paged_kv.memory import PagedMemory, Step
+from paged_kv.optimize import optimize_for_cpu
 
 
 class UnsupportedByEngine(KVError):
@@ -137,14 +138,8 @@ class Runner:
 
 
 def optimized(model: Any) -> Any:
-    """Pack the weights of a model on the CPU, where that is built; returns what undoes it, or None."""
-    if model.device.type != "cpu":
-        return None
-    try:
-        from paged_kv.optimize import optimize_for_cpu
-    except ImportError:
-        return None
-    return optimize_for_cpu(model)
+    """Pack the weights of a model on the CPU; returns what undoes it, or None."""
+    return optimize_for_cpu(model) if model.device.type == "cpu" else None
 
 
 def _windows(spec: Any) -> list[tuple[int, int | None]]:

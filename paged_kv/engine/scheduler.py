@@ -293,6 +293,8 @@ class Scheduler:
                 break
             seats -= self._seats(row)
             pending[row] = row.num_todo
+            if row.request.lockstep and row.request.forked and row.num_todo == 1:
+                continue  # its siblings may be ready, but are not planned: all of them step next time
             if count := min(self._wanted(row), budget):
                 work[row] = count
                 budget -= count
