@@ -73,6 +73,7 @@ class AppendingCache(DynamicCache):
         self._batch: PagedBatch | None = None
         self._forward: Forward | None = None
         self._padding: np.ndarray | None = None
+        self._assigned: dict[str, Any] = {}
         natives = [] if config is None else _compat.native_layers(config)
         Cache.__init__(self, layers=[self._layer_like(index, native) for index, native in enumerate(natives)])
         for index, (keys, values, *_) in enumerate(ddp_cache_data or ()):
@@ -174,6 +175,8 @@ class AppendingCache(DynamicCache):
         step = batch.append(forward.num_columns, real)
         for index, (keys, values) in forward.stash.items():
             step.write(index, pack(keys, forward.packing), pack(values, forward.packing))
+        for index, (keys, values) in forward.assigned.items():
+            batch.assign(index, keys, values, 0)
         self._batch, self._forward = batch, None
 
     def _fits(self, layer_idx: int, keys: Tensor, values: Tensor) -> bool:

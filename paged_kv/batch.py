@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from allocator import KVError, SeqId
+from paged_kv.assign import Survivors, survivors
 from paged_kv.memory import PagedMemory, Step
 from paged_kv.rows import RowMap
 
@@ -34,7 +35,7 @@ class PagedBatch:
         self.memory = memory
         self.rows = RowMap(num_rows)
         self.seqs: list[SeqId] = [memory.open()[0] for _ in range(num_rows)]
-        self.is_cropped = False
+        self.cropped: set[int] = set()
 
     def append(self, num_columns: int, real: np.ndarray | None) -> Step:
         """Reserve slots for new columns in all layers.
@@ -83,8 +84,67 @@ class PagedBatch:
     def crop(self, row: int, keep: Mapping[tuple[int, int], np.ndarray]) -> int:
         """Keep live indices `keep[layer, lane]` of one row; returns the pages freed."""
         freed = self.memory.crop(self.seqs[row], keep)
-        self.is_cropped = True
+        self.cropped.update(layer for layer, _ in keep)
         return freed
+
+    def assign(self, layer: int, keys: Tensor, values: Tensor, offset: int) -> int:
+        """Make a layer hold some of its tokens, or others in their place, as dense tensors say.
+
+        Args:
+            layer: Model layer index.
+            keys: `[rows, kv_heads, kept, key_width]`, `kept` at most what `dense` returned.
+            values: `[rows, kv_heads, kept, value_width]`.
+            offset: The first column of what `dense` returned.
+
+        Returns:
+            Pages freed.
+
+        Raises:
+            KVError: More tokens than were read, shared pages, or heads of one lane that keep different numbers.
+        """
+        old_keys, old_values = self.dense(layer, offset)
+        if keys.shape[2] > old_keys.shape[2]:
+            raise KVError(f"layer {layer} holds {old_keys.shape[2]} tokens and was assigned {keys.shape[2]}")
+        if torch.equal(keys, old_keys) and torch.equal(values, old_values):
+            return 0
+        group, _ = self.memory.place(layer)
+        columns, heads, freed = self._columns_read(layer, offset), group.spec.heads_per_lane, 0
+        for row in range(len(self.seqs)):
+            keep: dict[tuple[int, int], np.ndarray] = {}
+            writes = []
+            for lane in range(group.spec.lanes):
+                part = slice(lane * heads, (lane + 1) * heads)
+                old = (old_keys[row, part], old_values[row, part])
+                new = (keys[row, part], values[row, part])
+                kept = survivors(old, new)
+                live, order = _only_live(columns[row, lane].numpy(), kept, layer)
+                keep[layer, lane] = live.max(axis=0)
+                if not kept.is_same or (live != live[0]).any():
+                    index = torch.from_numpy(order)[..., None]
+                    writes.append((lane, [torch.take_along_dim(states, index, dim=1) for states in new]))
+            if writes:
+                self.memory.require_unshared(layer)
+            freed += self.crop(row, keep)
+            for lane, (lane_keys, lane_values) in writes:
+                self.memory.overwrite(self.seqs[row], layer, lane, lane_keys, lane_values)
+        return freed
+
+    def _columns_read(self, layer: int, offset: int) -> Tensor:
+        """The live index behind each column that `dense` returned: int64 `[rows, lanes, columns]`, -1 for none."""
+        live = self.live_lens(layer)
+        if layer in self.cropped:
+            index = torch.arange(int(live.max(initial=0))).expand(live.shape[1], live.shape[0], -1)
+            return torch.where(index < torch.from_numpy(live.T.copy())[..., None], index, -1)
+        columns = self.live_columns(layer).cpu() - offset
+        num_columns = self.rows.num_columns - offset
+        read = torch.full((*columns.shape[:2], num_columns + 1), -1)
+        index = torch.arange(columns.shape[2]).expand_as(columns)
+        read.scatter_(2, torch.where(columns < 0, num_columns, columns), index)
+        return read[..., :num_columns]
+
+    def dense(self, layer: int, offset: int = 0) -> tuple[Tensor, Tensor]:
+        """Private dense K and V of a layer: its live tokens once it was cropped, else its columns from `offset` on."""
+        return self.compact(layer) if layer in self.cropped else self.in_columns(layer, offset)
 
     def close(self) -> None:
         """Give all pages back."""
@@ -119,7 +179,14 @@ class PagedBatch:
         lanes = slice(index * group.spec.lanes, (index + 1) * group.spec.lanes)
         live = group.allocator.live_lens(self.seqs)[lanes]
         table = torch.from_numpy(group.allocator.block_tables(self.seqs)[lanes]).to(group.spec.device)
-        return group.store.gather(table, int(live.max(initial=0)))
+        longest = int(live.max(initial=0))
+        keys, values = group.store.gather(table, longest)
+        if live.min(initial=longest) == longest:
+            return keys, values
+        # Behind a shorter row's end lie other rows' tokens: they must not be read as this row's.
+        lens = torch.from_numpy(live.T.repeat(group.spec.heads_per_lane, axis=1)).to(keys.device)
+        dead = torch.arange(longest, device=keys.device) >= lens[..., None]
+        return keys.masked_fill(dead[..., None], 0), values.masked_fill(dead[..., None], 0)
 
     def in_columns(self, layer: int, offset: int = 0) -> tuple[Tensor, Tensor]:
         """Dense K and V with every live token at its column, from column `offset` on, zeros at padding and holes."""
@@ -134,6 +201,23 @@ class PagedBatch:
 
     def _device(self, layer: int) -> torch.device:
         return self.memory.place(layer)[0].spec.device
+
+
+def _only_live(live: np.ndarray, kept: Survivors, layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """The survivors' live indices and their order `[heads, kept]`, what was padding left out.
+
+    Raises:
+        KVError: The heads of a lane would keep different numbers of tokens.
+    """
+    index = live[kept.columns]
+    counts = (index >= 0).sum(axis=1)
+    if (counts != counts[0]).any():
+        raise KVError(
+            f"the heads of layer {layer} would keep {sorted(set(counts.tolist()))} tokens of a padded row; "
+            'make the cache with lanes="head"'
+        )
+    real = index >= 0
+    return index[real].reshape(len(index), -1), kept.order[real].reshape(len(index), -1)
 
 
 def _scatter(states: Tensor, columns: Tensor, num_columns: int) -> Tensor:

@@ -73,8 +73,10 @@ class PagedCache(AppendingCache):
             layer = self.layers[layer_idx]
             if not isinstance(layer, PagedLayer):
                 return int(layer.get_seq_length()) if _compat.is_attention(layer) else self.get_seq_length()
-            if batch is not None and batch.is_cropped:
+            if batch is not None and layer_idx in batch.cropped:
                 return int(batch.live_lens(layer_idx).max(initial=0))
+            if forward is not None and layer_idx in forward.assigned:
+                return forward.assigned[layer_idx][0].shape[2]
         if batch is not None:
             return batch.rows.num_columns
         return 0 if forward is None else forward.rows.num_columns
@@ -104,8 +106,12 @@ class PagedCache(AppendingCache):
     def _dense_offset(self, layer_idx: int, seen: int) -> int:
         """The first column that stock attention is given of a layer, with `seen` columns before the new ones."""
         batch = self._batch
-        if batch is not None and batch.is_cropped:
+        if batch is not None and batch.cropped:
             return seen - min(seen, batch.longest_live())
+        return self._window_offset(layer_idx, seen)
+
+    def _window_offset(self, layer_idx: int, seen: int) -> int:
+        """The first column that a windowed layer still needs when `seen` columns lie before the new ones."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         window = getattr(layer, "sliding_window", None)
         return 0 if window is None else max(0, seen - window + 1)
@@ -118,7 +124,7 @@ class PagedCache(AppendingCache):
         """
         batch = self._batch
         assert batch is not None
-        if not batch.is_cropped:
+        if not batch.cropped or (self._is_paged() and layer_idx not in batch.cropped):
             offset = 0 if self._is_paged() else self._dense_offset(layer_idx, batch.rows.num_columns - num_new)
             return batch.in_columns(layer_idx, offset)
         live = batch.live_lens(layer_idx)
@@ -136,14 +142,39 @@ class PagedCache(AppendingCache):
         Columns as seen while nothing was cropped (a window's last ones), else the live tokens alone.
         """
         if self._forward is not None and layer_idx in self._forward.stash:
-            return self._forward.stash[layer_idx]
+            return self._forward.assigned.get(layer_idx, self._forward.stash[layer_idx])
         if not self.has_layer(layer_idx):
             return None
         batch = self._batch
         assert batch is not None
-        if batch.is_cropped:
-            return batch.compact(layer_idx)
-        return batch.in_columns(layer_idx, self._dense_offset(layer_idx, batch.rows.num_columns))
+        return batch.dense(layer_idx, self._window_offset(layer_idx, batch.rows.num_columns))
+
+    def assign_layer(self, layer_idx: int, *, keys: Tensor | None = None, values: Tensor | None = None) -> None:
+        """Take a layer's dense keys, then its values, as compression libraries assign them; frees what is left out.
+
+        Until both are there, `layer.keys` and `layer.values` are still the old ones. Tokens are recognised by their
+        bytes and keep their positions; where a method changed them they are rewritten in place.
+
+        Args:
+            layer_idx: Model layer index.
+            keys: `[rows, kv_heads, kept, key_width]`.
+            values: `[rows, kv_heads, kept, value_width]`.
+
+        Raises:
+            KVError: The layer holds nothing yet, or the tensors do not fit what it holds; nothing changed.
+        """
+        half, self._assigned = self._assigned, {}
+        if half.get("layer") == layer_idx:
+            keys = keys if keys is not None else half["keys"]
+            values = values if values is not None else half["values"]
+        if keys is None or values is None:
+            self._assigned = {"layer": layer_idx, "keys": keys, "values": values}
+            return
+        if self._forward is not None and layer_idx in self._forward.stash:
+            self._forward.assigned[layer_idx] = (keys, values)
+            return
+        batch = self._cropable(layer_idx)
+        batch.assign(layer_idx, keys, values, self._window_offset(layer_idx, batch.rows.num_columns))
 
     def live_columns(self, layer_idx: int) -> Tensor:
         """The column of each live token of a layer: int64 `[rows, lanes, longest]`, -1 behind a shorter row's end."""

@@ -41,7 +41,7 @@ class Forward:
     """One forward pass through the model: the columns it adds, and the layers that have been given theirs.
 
     `step` is None while shapes are being learnt; `stash` then holds the dense K and V of each layer.
-    `backend` names the attention backend that the cache asks for.
+    `backend` names the attention backend that the cache asks for; `assigned` is what somebody set a stashed layer to.
     """
 
     rows: RowMap
@@ -51,6 +51,7 @@ class Forward:
     backend: str
     done: set[int] = field(default_factory=set)
     stash: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    assigned: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

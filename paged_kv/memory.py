@@ -14,7 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allocator import Admission, AllocatorStats, BlockAllocator, BrokenInvariant, OutOfPages, Plan, SeqId, Verdict
+from allocator import (
+    Admission,
+    AllocatorStats,
+    BlockAllocator,
+    BrokenInvariant,
+    KVError,
+    OutOfPages,
+    Plan,
+    SeqId,
+    Verdict,
+)
 from paged_kv.live import LiveTokens
 from paged_kv.spec import KVSpec, available_bytes
 from paged_kv.store import LayerView, PageStore
@@ -191,6 +201,26 @@ class PagedMemory:
             if rows:
                 freed += _applied(group, group.allocator.crop(seq, rows))
         return freed
+
+    def require_unshared(self, layer: int) -> None:
+        """Refuse to go on if sequences share pages of a layer's group, since shared pages are never rewritten.
+
+        Raises:
+            KVError: Some pages are in more than one table, or published.
+        """
+        stats = self.place(layer)[0].allocator.stats()
+        if stats.table_entries != stats.active_pages or stats.cached_pages:
+            raise KVError(f"the keys of layer {layer} cannot be rewritten while sequences share pages")
+
+    def overwrite(self, seq: SeqId, layer: int, lane: int, keys: Tensor, values: Tensor) -> None:
+        """Rewrite all live tokens of one lane in place: `[heads_per_lane, live, width]` each."""
+        group, index = self.place(layer)
+        row = index * group.spec.lanes + lane
+        slots = np.arange(keys.shape[1])
+        pages = group.allocator.block_tables([seq])[row, 0][slots // group.spec.page_size]
+        where = torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(slots % group.spec.page_size)
+        group.store.keys[where[0], :, where[1]] = keys.transpose(0, 1)
+        group.store.values[where[0], :, where[1]] = values.transpose(0, 1)
 
     def truncate(self, seqs: Sequence[SeqId], counts: int | Sequence[int]) -> int:
         """Drop the newest `counts` tokens (by position) of each sequence in every layer; returns the pages freed."""

@@ -34,6 +34,7 @@ def paged_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Any,
+    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -45,6 +46,7 @@ def paged_attention(
         key: What the cache's `update` returned, or any `[rows, kv_heads, tokens, key_width]`.
         value: As `key`.
         attention_mask: A `LazyMask`, a tensor in columns, or None.
+        dropout: For training; used only where dense tensors go to SDPA.
         scaling: Factor on the logits; `key_width ** -0.5` by default.
         kwargs: `softcap`, `s_aux` (sinks), `is_causal`, and others that are not needed.
 
@@ -61,7 +63,7 @@ def paged_attention(
     if isinstance(attention_mask, LazyMask):
         attention_mask = attention_mask.for_keys(module.layer_idx, key.shape[2])
     if options.softcap is None and options.sinks is None:
-        return _compat.sdpa_attention(module, query, key, value, attention_mask, scaling=scale, **kwargs), None
+        return _compat.sdpa_attention(module, query, key, value, attention_mask, dropout, scaling=scale, **kwargs), None
     if attention_mask is None and query.shape[2] > 1:
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         attention_mask = seen.tril(key.shape[2] - query.shape[2])[None, None]
