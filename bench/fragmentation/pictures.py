@@ -121,12 +121,13 @@ def waste_bars(rows: list[Result], about: str) -> Figure:
         live = row["figures"]["live_pct"]
         inside = live > 12
         axes.text(live - 1 if inside else live + 1, i, f"{live:.0f} %", va="center", ha="right" if inside else "left",
-                  color="white" if inside else "black", fontweight="bold")  # fmt: skip
+                  color="white", fontweight="bold")  # fmt: skip
     axes.invert_yaxis()
+    axes.margins(y=0.02)
     axes.set_xlim(0, 100)
     axes.set_xlabel("share of the pool (%), mean while a request waits for memory")
     axes.set_title(f"Where the memory goes: {about}", loc="left")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.16 if len(rows) > 8 else -0.2), ncols=2, fontsize=11)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=2, fontsize=11)
     return figure
 
 
@@ -134,9 +135,9 @@ def utilisation(rows: list[Result], about: str) -> Figure:
     """Live tokens over pool, step by step."""
     figure, axes = plt.subplots(figsize=(10, 5))
     shown = [row for row in rows if row["cell"]["scheme"] not in ("ours-per-head", "ours-runs", "contiguous-exact")]
-    for row in (row for row in shown if row["cell"]["scheme"] in LINES):
+    for width, row in _widths([row for row in shown if row["cell"]["scheme"] in LINES]):
         colour, dash = LINES[row["cell"]["scheme"]]
-        axes.plot(row["series"]["step"], 100 * np.array(row["series"]["live"]), dash, color=colour, linewidth=2,
+        axes.plot(row["series"]["step"], 100 * np.array(row["series"]["live"]), dash, color=colour, linewidth=width,
                   label=SHORT[row["cell"]["scheme"]].replace("\n", " "))  # fmt: skip
     _limit_to_busy(axes, shown)
     axes.set_ylim(0, 102)
@@ -146,6 +147,11 @@ def utilisation(rows: list[Result], about: str) -> Figure:
     axes.set_title(f"Utilisation: {about}", loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=11)
     return figure
+
+
+def _widths(rows: list[Result]) -> list[tuple[float, Result]]:
+    """Rows with line widths: lines that lie on each other get thinner, so that all are seen."""
+    return [(max(1.5, 6.5 - 0.9 * i), row) for i, row in enumerate(rows)]
 
 
 def _limit_to_busy(axes: Axes, rows: list[Result]) -> None:
@@ -181,15 +187,19 @@ def batches(backlog: list[Result], workload: str) -> Figure:
 def page_sizes(rows: list[Result], about: str) -> Figure:
     """Waste inside pages against page size."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
+    width = 6.5  # lines that lie on each other get thinner, so that all are seen
     for key in dict.fromkeys(row["cell"]["scheme"] for row in rows):
         points = sorted((r["cell"]["page_size"], r["figures"]) for r in select(rows, scheme=key))
         if len(points) < 2 or key == "ours-runs" or not SCHEMES[key].paged:
             continue
         colour, dash = LINES[key]
+        width -= 0.9
         x = [size for size, _ in points]
         label = SHORT[key].replace("\n", " ").replace(" (256)", "")
-        left.plot(x, [f["internal_pct"] for _, f in points], dash, marker="o", color=colour, label=label, linewidth=2)
-        right.plot(x, [f["batch_mean"] for _, f in points], dash, marker="o", color=colour, linewidth=2)
+        left.plot(
+            x, [f["internal_pct"] for _, f in points], dash, marker="o", color=colour, label=label, linewidth=width
+        )
+        right.plot(x, [f["batch_mean"] for _, f in points], dash, marker="o", color=colour, linewidth=width)
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         sizes = sorted({row["cell"]["page_size"] for row in rows})
@@ -230,11 +240,11 @@ def layer_maps(rows: list[Result], about: str, shape: Shape) -> Figure:
 def contiguity(rows: list[Result], about: str) -> Figure:
     """Cumulative share of pages by the length of the run of neighbours they are in."""
     figure, axes = plt.subplots(figsize=(9, 4.8))
-    for row in rows:
-        if row["runs"] and row["cell"]["scheme"] in LINES and row["cell"]["scheme"] != "ours-per-head":
-            colour, dash = LINES[row["cell"]["scheme"]]
-            axes.plot(2.0 ** np.arange(len(row["runs"])), 100 * np.array(row["runs"]), dash, marker="o", markersize=4,
-                      color=colour, linewidth=2, label=SHORT[row["cell"]["scheme"]].replace("\n", " "))  # fmt: skip
+    shown = [row for row in rows if row["runs"] and row["cell"]["scheme"] in LINES]
+    for width, row in _widths([row for row in shown if row["cell"]["scheme"] != "ours-per-head"]):
+        colour, dash = LINES[row["cell"]["scheme"]]
+        axes.plot(2.0 ** np.arange(len(row["runs"])), 100 * np.array(row["runs"]), dash, marker="o", markersize=4,
+                  color=colour, linewidth=width, label=SHORT[row["cell"]["scheme"]].replace("\n", " "))  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_xticks([1, 4, 16, 64, 256, 1024], ["1", "4", "16", "64", "256", "1024"])
     axes.set_ylim(0, 102)

@@ -1,9 +1,9 @@
 """One run: requests arrive, are admitted while there is room, grow by a token a step, and leave.
 
-First come, first served. The prompt is filled in one step, at most `PREFILL_TOKENS` a step over all requests. When a
-step does not fit, the youngest running request is preempted and starts again from the front of the queue, its
-generated tokens now part of its prompt. Deterministic: the only clock measures how long the scheme's own calls take,
-and that is kept apart.
+First come, first served; static batches are put together by prompt length, as one does before padding. The prompt is
+filled in one step, at most `PREFILL_TOKENS` a step over all requests. When a step does not fit, the youngest running
+request is preempted and starts again from the front of the queue, its generated tokens now part of its prompt.
+Deterministic: the only clock measures how long the scheme's own calls take, and that is kept apart.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ class _Run:
         if scheme.static and self.running:
             self.waiting = self.queue[0] if self.queue else None
             return 0
+        if scheme.static:  # whoever pads sorts first
+            self.queue = deque(sorted(self.queue, key=lambda request: (request.prompt, request.index)))
         while self.queue:
             request = self.queue[0]
             if admitted and request.prompt > budget and not scheme.static:
