@@ -64,9 +64,10 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
     Raises:
         KernelUnavailable: No compiler, or it fails.
     """
-    compiler = shutil.which(cpp_extension.get_cxx_compiler())
+    name = str(cpp_extension.get_cxx_compiler())  # type: ignore[no-untyped-call]
+    compiler = shutil.which(name)
     if compiler is None:
-        raise KernelUnavailable(f'no C++ compiler "{cpp_extension.get_cxx_compiler()}" on PATH: install g++ or set CXX')
+        raise KernelUnavailable(f'no C++ compiler "{name}" on PATH: install g++ or set CXX')
     flags = [*_FLAGS, *_environment_flags(), *extra_flags]
     folder = Path(cpp_extension._get_build_directory("paged_kv", False))
     library = folder / f"paged_kv-{_key(compiler, flags)}.so"
@@ -132,11 +133,12 @@ def load(extra_flags: tuple[str, ...] = ()) -> Path:
     """
     library = build(extra_flags)
     try:
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
         raise KernelUnavailable(f"{library} does not load: {error}") from error
     torch.library.register_fake("paged_kv::attend", _fake_attend)
     torch.library.register_fake("paged_kv::write", _fake_write)
+    torch.library.register_fake("paged_kv::linear", _fake_linear)
     return library
 
 
@@ -147,6 +149,11 @@ def _fake_attend(query: Tensor, keys: Tensor, values: Tensor, *others: object) -
 
 def _fake_write(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     _require_one_device(keys, values, key, value, slots)
+
+
+def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int) -> Tensor:
+    _require_one_device(x, packed, bias)
+    return x.new_empty((*x.shape[:-1], columns))
 
 
 def _require_one_device(*arguments: object) -> None:
