@@ -50,10 +50,11 @@ class Arena:
         bases = self.free.get(width)
         if bases:
             return bases.pop()
-        base, self.top = self.top, self.top + self.num_rows * width
+        base = -(-self.top // width) * width  # aligned: the arena can be read as a matrix of rows of this width
+        self.top = base + self.num_rows * width
         if self.top > len(self.data):
             grown = np.zeros(max(self.top, 2 * len(self.data)), np.int32)
-            grown[:base] = self.data[:base]
+            grown[: len(self.data)] = self.data
             self.data = grown
         return base
 

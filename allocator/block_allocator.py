@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from allocator import appending, cropping, dropping, sharing, stats
+from allocator import appending, cropping, dropping, sharing
 from allocator.core import Core
 from allocator.errors import AlreadyWritten, InvalidArgument
 from allocator.invariants import check_core
@@ -20,6 +20,7 @@ from allocator.plan import Plan
 from allocator.pool import PagePool
 from allocator.prefix import NUM_PRIORITIES, PrefixIndex
 from allocator.queries import TableQueries
+from allocator.stats import AllocatorStats, Fragmentation, collect, measure
 from allocator.table import PageTables
 from allocator.types import Admission, Counts, Int64, Keep, LayerKind, Opened, Placement, SeqId, Seqs, Tokens
 from allocator.validate import (
@@ -264,9 +265,13 @@ class BlockAllocator(TableQueries, PoolLifecycle):
         self._core.counters.preemptions += 1
         return plan
 
-    def stats(self) -> stats.AllocatorStats:
+    def stats(self) -> AllocatorStats:
         """Counters now. O(1)."""
-        return stats.collect(self._core)
+        return collect(self._core)
+
+    def fragmentation(self) -> Fragmentation:
+        """Where the slots of the pool are now. O(table entries)."""
+        return measure(self._core, self._windows)
 
     def check(self) -> None:
         """Verifies every invariant. O(pages + table entries).

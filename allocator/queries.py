@@ -49,6 +49,13 @@ class TableQueries:
         """Padded block tables, int32 [R, B, max_pages >= 1], padding is the null page 0. O(R * B * max_pages)."""
         return export.block_tables(self._core.tables, self._core.tables.slots_of(seqs))
 
+    def csr_table(self, seqs: Seqs, layer: int, lane: int = 0) -> export.CsrTable:
+        """Page tables of one row of every sequence without padding: indptr, indices, last_page_len. O(B + pages)."""
+        return export.csr_table(self._core.tables, self._core.tables.slots_of(seqs), self._row(layer, lane))
+
+    def _row(self, layer: int, lane: int) -> int:
+        return check_index("layer", layer, self.num_layers) * self.lanes + check_index("lane", lane, self.lanes)
+
     def device_rows(self, seqs: Seqs) -> Int32:
         """Rows of a copy of the tables that is kept up to date by `drain_deltas`, int32 [R, B]. O(R * B)."""
         slots = self._core.tables.slots_of(seqs)
@@ -65,8 +72,7 @@ class TableQueries:
 
     def positions(self, seq: SeqId, layer: int, lane: int = 0) -> Int64:
         """Original positions of the live tokens of a row, int64 [live]. O(live)."""
-        row = check_index("layer", layer, self.num_layers) * self.lanes + check_index("lane", lane, self.lanes)
-        return self._core.tables.positions(self._core.tables.slot_of(seq), row)
+        return self._core.tables.positions(self._core.tables.slot_of(seq), self._row(layer, lane))
 
     def visible_start(self, seqs: Seqs, counts: Counts, layer: int, window: int | None) -> Int32:
         """First live index that each of the newest tokens sees, int32 [lanes, T].
@@ -75,7 +81,7 @@ class TableQueries:
         indices because positions increase. O(lanes * T), times log(live) where a crop's survivors are in reach.
         """
         slots, checked = self._newest(seqs, counts)
-        first = check_index("layer", layer, self.num_layers) * self.lanes
+        first = self._row(layer, 0)
         if window is None:
             return np.zeros((self.lanes, int(checked.sum())), np.int32)
         rows = np.arange(first, first + self.lanes)

@@ -14,10 +14,10 @@ from tests.allocator.model import Config
 def configs(draw: st.DrawFn) -> Config:
     """Small pools: running out, sharing and eviction happen within a few steps."""
     num_layers = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["plain", "prefix", "prefix", "partial", "windows", "kinds"]))
+    kind = draw(st.sampled_from(["prefix", "partial", "prefix", "windows", "plain", "kinds", "partial"]))
     config = Config(
-        num_pages=draw(st.integers(4, 60)),
-        page_size=draw(st.sampled_from([1, 2, 3, 4])),
+        num_pages=draw(st.sampled_from([60, 100, 150, 30, 12, 5])),
+        page_size=draw(st.sampled_from([2, 3, 1, 4])),
         num_layers=num_layers,
         lanes=draw(st.integers(1, 2)),
         placement=draw(st.sampled_from(["lifo", "runs"])),
@@ -34,19 +34,22 @@ def configs(draw: st.DrawFn) -> Config:
 
 def tokens(max_size: int = 14) -> st.SearchStrategy[list[int]]:
     """Few different tokens, so that prefixes meet."""
-    return st.lists(st.integers(0, 1), max_size=max_size)
+    return st.lists(st.sampled_from([0, 0, 1]), max_size=max_size)
+
+
+def new_tokens(count: int) -> st.SearchStrategy[list[int]]:
+    """What a model would generate: mostly the same, so that blocks meet by chance."""
+    return st.lists(st.sampled_from([0, 0, 0, 1]), min_size=count, max_size=count)
 
 
 def subsets(size: int) -> st.SearchStrategy[list[int]]:
-    """A keep-list over `size` live tokens: random, a prefix, whole pages, everything, or nothing."""
+    """A keep-list over `size` live tokens: random, a suffix, or a prefix; everything and nothing among them."""
     if size == 0:
         return st.just([])
     return st.one_of(
-        st.lists(st.booleans(), min_size=size, max_size=size).map(
-            lambda bits: [i for i, bit in enumerate(bits) if bit]
-        ),
-        st.integers(0, size).map(lambda n: list(range(n))),
+        st.lists(st.booleans(), min_size=size, max_size=size).map(lambda bits: [i for i in range(size) if bits[i]]),
         st.integers(0, size).map(lambda n: list(range(n, size))),
+        st.integers(0, size).map(lambda n: list(range(size - n))),
     )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from allocator import (
     AlreadyWritten,
@@ -33,9 +33,15 @@ from allocator import (
     Verdict,
 )
 from tests.allocator.model import Config, Contents, Memory, Sequence, chain, owners, pages_for, tables_of
-from tests.allocator.strategies import batches, configs, subsets, tokens
+from tests.allocator.strategies import batches, configs, new_tokens, subsets, tokens
 
-has_sequences = precondition(lambda self: self.seqs)
+# What a step does; how often a name occurs is its weight. Without open sequences (or pins) the step opens one.
+OPERATIONS = (
+    [*8 * ["append"], *4 * ["open"], *4 * ["commit"], *4 * ["crop"], *3 * ["truncate"], *2 * ["fork"], *3 * ["close"]]
+    + [*2 * ["slide"], "write_cross", "reserve", "pin", "unpin", "pin_prefix", "grow", "shrink", "restore", "refuse"]
+    + ["clear_prefix"]
+)
+WITHOUT_SEQUENCES = {"open", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix"}
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -54,6 +60,12 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.meanings: dict[bytes, tuple[bytes, list[int]]] = {}
         self.published: set[bytes] = set()
         self.mirror = np.zeros((0, 0), np.int32)
+
+    @rule(operation=st.sampled_from(OPERATIONS), data=st.data())
+    def step(self, operation: str, data: st.DataObject) -> None:
+        if not (self.seqs or operation in WITHOUT_SEQUENCES) or (operation == "unpin" and not self.pins):
+            operation = "open"
+        getattr(self, operation)(data)
 
     # Helpers
 
@@ -94,11 +106,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     # Sequences come and go
 
-    @rule(data=st.data(), prompt=tokens(), scope=st.sampled_from([b"", b"salt"]), limit=st.none() | st.integers(0, 8))
-    def open(self, data: st.DataObject, prompt: list[int], scope: bytes, limit: int | None) -> None:
-        if self.seqs and data.draw(st.booleans()):
-            model = self.seqs[self.draw(data, st.sampled_from)]
-            prompt, scope = model.tokens + prompt[:3], model.scope
+    def open(self, data: st.DataObject) -> None:
+        prompt = data.draw(tokens())
+        scope = data.draw(st.sampled_from([b"", b"salt"]))
+        limit = data.draw(st.sampled_from([None, None, None, 3, 0]))
+        if self.meanings and data.draw(st.booleans()):
+            scope, known = self.meanings[data.draw(st.sampled_from(sorted(self.meanings)))]
+            prompt = known + prompt
         before, reserved = self.available, self.reserved
         most = max(0, len(prompt) - 1) if limit is None else min(limit, max(0, len(prompt) - 1))
         hashes = chain(scope, prompt[:most], self.size)
@@ -119,6 +133,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             scope, rows, prompt[:cached], diverged=not all(self.grows), committed=cached // self.size
         )
         assert self.available >= reserved
+        if data.draw(st.booleans()):
+            self.append_tokens([opened.seq], [prompt[cached:]])
+            self.commit_one(opened.seq, 0)
 
     def check_partial(self, parent: bytes, rest: list[int], partial: int, available: int) -> None:
         if not self.config.partial:
@@ -139,9 +156,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     def content(self, scope: bytes, prefix: list[int], row: int) -> int:
         return self.contents.of(scope, tuple(prefix), row)
 
-    @has_sequences
-    @rule(data=st.data(), preempt=st.booleans())
-    def close(self, data: st.DataObject, preempt: bool) -> None:
+    def close(self, data: st.DataObject) -> None:
+        preempt = data.draw(st.booleans())
         seq = self.draw(data, st.sampled_from)
         before = self.available
         plan = self.allocator.preempt(seq) if preempt else self.allocator.close(seq)
@@ -149,9 +165,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         del self.seqs[seq]
         self.closed.append(seq)
 
-    @has_sequences
-    @rule(data=st.data(), n=st.integers(0, 2))
-    def fork(self, data: st.DataObject, n: int) -> None:
+    def fork(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(0, 2))
         seq = self.draw(data, st.sampled_from)
         before = self.available
         for child in self.allocator.fork(seq, n):
@@ -161,11 +176,13 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     # Tokens come and go
 
-    @has_sequences
-    @rule(data=st.data())
     def append(self, data: st.DataObject) -> None:
         batch = self.draw(data, batches)
-        counts = data.draw(st.lists(st.integers(0, 5), min_size=len(batch), max_size=len(batch)))
+        counts = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 0]), min_size=len(batch), max_size=len(batch)))
+        self.append_tokens(batch, [data.draw(new_tokens(n)) for n in counts])
+
+    def append_tokens(self, batch: list[Any], new: list[list[int]]) -> None:
+        counts = [len(fresh) for fresh in new]
         each = self.pages_needed(batch, counts)
         needed, usable = sum(each), self.allocator.num_pages - 1
         set_aside = self.reserved - sum(min(self.seqs[s].reserved, n) for s, n in zip(batch, each, strict=True))
@@ -189,7 +206,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         for seq, count, used in zip(batch, counts, each, strict=True):
             self.seqs[seq].reserved -= min(self.seqs[seq].reserved, used)
             self.seqs[seq].appended |= count > 0
-        new = [data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n)) for n in counts]
         self.write(batch, counts, new)
 
     def pages_needed(self, batch: list[Any], counts: list[int]) -> list[int]:
@@ -246,9 +262,8 @@ class AllocatorMachine(RuleBasedStateMachine):
                     model.rows[row] = [(0, self.contents.unique())]
                     self.memory.pages[page, 0] = model.rows[row][0][1]
 
-    @has_sequences
-    @rule(data=st.data(), n=st.integers(1, 7))
-    def write_cross(self, data: st.DataObject, n: int) -> None:
+    def write_cross(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(1, 7))
         seq = self.draw(data, st.sampled_from)
         model, rows = self.seqs[seq], [row for row, kind in enumerate(self.kinds) if kind is LayerKind.CROSS]
         needed, before = len(rows) * pages_for(n, self.size), self.available
@@ -273,8 +288,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                     page = tables_of(self.allocator, seq)[row][at // self.size]
                     self.memory.pages[page, at % self.size] = content
 
-    @has_sequences
-    @rule(data=st.data())
     def crop(self, data: st.DataObject) -> None:
         seq = self.draw(data, st.sampled_from)
         model = self.seqs[seq]
@@ -319,8 +332,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         blocks = [kept[start : start + self.size] for start in range(0, len(kept), self.size)]
         return all(block[0] % self.size == 0 and block[-1] - block[0] == len(block) - 1 for block in blocks)
 
-    @has_sequences
-    @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         batch = self.draw(data, batches)
         counts = [data.draw(st.integers(0, len(self.seqs[seq].tokens))) for seq in batch]
@@ -337,9 +348,8 @@ class AllocatorMachine(RuleBasedStateMachine):
                 if self.grows[row]:
                     model.rows[row] = [(p, c) for p, c in model.rows[row] if p < seen]
 
-    @has_sequences
-    @rule(data=st.data(), margin=st.sampled_from([0, 0, 2]))
-    def slide(self, data: st.DataObject, margin: int) -> None:
+    def slide(self, data: st.DataObject) -> None:
+        margin = data.draw(st.sampled_from([0, 0, 2]))
         batch = self.draw(data, batches)
         before = self.available
         plan = self.allocator.slide(batch, margin=margin)
@@ -356,10 +366,10 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     # Prefixes
 
-    @has_sequences
-    @rule(data=st.data(), priority=st.integers(0, 3))
-    def commit(self, data: st.DataObject, priority: int) -> None:
-        seq = self.draw(data, st.sampled_from)
+    def commit(self, data: st.DataObject) -> None:
+        self.commit_one(self.draw(data, st.sampled_from), data.draw(st.integers(0, 3)))
+
+    def commit_one(self, seq: Any, priority: int) -> None:
         model = self.seqs[seq]
         hashes = chain(model.scope, model.tokens, self.size)[1:]
         for at, digest in enumerate(hashes):
@@ -373,17 +383,15 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert published == 0
         assert self.available >= self.reserved
 
-    @rule()
-    def clear_prefix(self) -> None:
+    def clear_prefix(self, data: st.DataObject) -> None:
         before, count = self.available, len(self.published)
         assert self.allocator.clear_prefix() == count
         assert self.allocator.stats().cached_pages == 0 and self.available == before
 
     # The pool's life
 
-    @has_sequences
-    @rule(data=st.data(), n=st.integers(0, 9))
-    def reserve(self, data: st.DataObject, n: int) -> None:
+    def reserve(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(0, 9))
         seq = self.draw(data, st.sampled_from)
         [needed] = self.pages_needed([seq], [n])
         others = self.reserved - self.seqs[seq].reserved
@@ -395,8 +403,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.seqs[seq].reserved = needed
             assert self.allocator.stats().reserved_pages == others + needed
 
-    @has_sequences
-    @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         seq = self.draw(data, st.sampled_from)
         before = self.available
@@ -405,8 +411,9 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.available == before
         self.pins[pin] = (pages.tolist(), self.memory.pages[pages].copy())
 
-    @rule(prompt=tokens(), scope=st.sampled_from([b"", b"salt"]))
-    def pin_prefix(self, prompt: list[int], scope: bytes) -> None:
+    def pin_prefix(self, data: st.DataObject) -> None:
+        prompt = data.draw(tokens())
+        scope = data.draw(st.sampled_from([b"", b"salt"]))
         hashes = chain(scope, prompt, self.size)[1:]
         hits = 0
         while hits < len(hashes) and hashes[hits] in self.published:
@@ -422,8 +429,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.pins[pin] = (pages, self.memory.pages[pages].copy())
         assert before >= self.available >= self.reserved
 
-    @precondition(lambda self: self.pins)
-    @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         pin = data.draw(st.sampled_from(sorted(self.pins)))
         before = self.available
@@ -433,15 +438,15 @@ class AllocatorMachine(RuleBasedStateMachine):
         with self.refused(StaleHandle):
             self.allocator.unpin(pin)
 
-    @rule(n=st.integers(0, 9))
-    def grow(self, n: int) -> None:
+    def grow(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(0, 9))
         before = self.available
         self.allocator.grow(n)
         assert self.available == before + n
         self.memory.resize(self.allocator.num_pages)
 
-    @rule(n=st.integers(1, 12))
-    def shrink(self, n: int) -> None:
+    def shrink(self, data: st.DataObject) -> None:
+        n = data.draw(st.integers(1, 12))
         left = self.allocator.num_pages - n
         if left < 2:
             with self.refused(InvalidArgument):
@@ -463,8 +468,7 @@ class AllocatorMachine(RuleBasedStateMachine):
             self.memory.resize(left)
             assert self.allocator.num_pages == left
 
-    @rule()
-    def restore(self) -> None:
+    def restore(self, data: st.DataObject) -> None:
         data = self.allocator.snapshot()
         self.read_events()
         self.allocator = self.config.build(self.allocator.num_pages)
@@ -475,7 +479,6 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     # What must be refused
 
-    @rule(data=st.data())
     def refuse(self, data: st.DataObject) -> None:
         if self.closed:
             stale = data.draw(st.sampled_from(self.closed))
