@@ -151,7 +151,7 @@ def utilisation(rows: list[Result], about: str) -> Figure:
 
 def _widths(rows: list[Result]) -> list[tuple[float, Result]]:
     """Rows with line widths: lines that lie on each other get thinner, so that all are seen."""
-    return [(max(1.5, 6.5 - 0.9 * i), row) for i, row in enumerate(rows)]
+    return [(max(2.0, 4.5 - 0.45 * i), row) for i, row in enumerate(rows)]
 
 
 def _limit_to_busy(axes: Axes, rows: list[Result]) -> None:
@@ -187,13 +187,13 @@ def batches(backlog: list[Result], workload: str) -> Figure:
 def page_sizes(rows: list[Result], about: str) -> Figure:
     """Waste inside pages against page size."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6))
-    width = 6.5  # lines that lie on each other get thinner, so that all are seen
+    width = 5.0  # lines that lie on each other get thinner, so that all are seen
     for key in dict.fromkeys(row["cell"]["scheme"] for row in rows):
         points = sorted((r["cell"]["page_size"], r["figures"]) for r in select(rows, scheme=key))
         if len(points) < 2 or key == "ours-runs" or not SCHEMES[key].paged:
             continue
         colour, dash = LINES[key]
-        width -= 0.9
+        width -= 0.5
         x = [size for size, _ in points]
         label = SHORT[key].replace("\n", " ").replace(" (256)", "")
         left.plot(
