@@ -6,6 +6,7 @@ Does not know: how any of them computes; GPU backends are imported only when a G
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,12 +35,16 @@ def _varlen() -> Backend:
 
 
 def _triton_reason(device: torch.device) -> str | None:
+    if device.type == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        return "it runs on a GPU, not on the CPU"
     from paged_kv.attention.gpu import triton_reason
 
     return triton_reason(device)
 
 
 def _varlen_reason(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return "it runs on CUDA, not on the CPU"
     from paged_kv.attention.gpu import varlen_reason
 
     return varlen_reason(device)

@@ -99,18 +99,20 @@ def attend_exactly(query: Tensor, view: LayerView, options: AttentionOptions) ->
                 head = lane * heads_per_lane + place
                 key = view.keys[page, place, index % page_size].double()
                 value = view.values[page, place, index % page_size].double()
-                for h in range(head * group, (head + 1) * group):
-                    for token in range(first, past):
-                        end = max(0, live - (past - first) + (token - first) + 1) if options.causal else live
-                        begin = int(view.kv_start[lane, token]) if view.kv_start is not None else 0
-                        if begin >= end:
-                            continue
-                        logits = key[begin:end] @ query[token, h].double() * options.scale
-                        if options.softcap is not None:
-                            logits = options.softcap * torch.tanh(logits / options.softcap)
-                        if options.sinks is not None:
-                            logits = torch.cat([logits, options.sinks[h : h + 1].double()])
-                        out[token, h] = logits.softmax(0)[: end - begin] @ value[begin:end]
+                mine = slice(head * group, (head + 1) * group)
+                logits = torch.einsum("tgd,nd->tgn", query[first:past, mine].double(), key) * options.scale
+                if options.softcap is not None:
+                    logits = options.softcap * torch.tanh(logits / options.softcap)
+                token = torch.arange(past - first)[:, None]
+                seen = index <= live - (past - first) + token if options.causal else index < live + 0 * token
+                if view.kv_start is not None:
+                    seen = seen & (index >= view.kv_start[lane, first:past, None])
+                logits = logits.masked_fill(~seen[:, None], float("-inf"))
+                if options.sinks is not None:
+                    sinks = options.sinks[mine].double().expand(past - first, group)
+                    logits = torch.cat([logits, sinks[..., None]], dim=-1)
+                weights = logits.softmax(-1)[..., :live].nan_to_num(0.0)  # NaN: sees nothing
+                out[first:past, mine] = torch.einsum("tgn,nd->tgd", weights, value)
     return out
 
 

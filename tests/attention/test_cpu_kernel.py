@@ -80,12 +80,12 @@ def test_output_matches_float64_for_any_mix_of_rows_lanes_and_options(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("spread", [1.0, 20.0], ids=["ordinary", "extreme logits"])
-@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [70, 1, 33, 200]], ids=["decode", "mixed"])
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [70, 1, 33, 100]], ids=["decode", "mixed"])
 def test_error_is_at_most_that_of_sdpa_in_the_same_dtype(dtype: torch.dtype, spread: float, queries: list[int]) -> None:
     ours, theirs = 0.0, 0.0
     for seed, group in enumerate([1, 3, 4, 8]):
         shape = Shape(group=group, dtype=dtype, key_width=[64, 128][seed % 2], value_width=64)
-        query, view = problem(shape, [300, 17, 64, 1000], queries, seed=seed, spread=spread)
+        query, view = problem(shape, [300, 117, 64, 600], queries, seed=seed, spread=spread)
         exact = attend_exactly(query, view, options_for(shape))
         ours += (CPU.attend(query, view, options_for(shape)).double() - exact).square().mean().item()
         theirs += (SdpaBackend().attend(query, view, options_for(shape)).double() - exact).square().mean().item()
