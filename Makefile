@@ -75,7 +75,7 @@ layers: $(VENV)/.dev  ## import-linter
 	$(BIN)/lint-imports
 
 mutants: $(VENV)/.dev  ## break the allocator on purpose, one line at a time: the tests must notice
-	$(PY) -m bench.mutants
+	$(PY) tools/mutants.py
 
 # ---------------------------------------------------------------- benchmarks
 

@@ -132,9 +132,8 @@ def render_text(memory: MemoryMap, *, width: int = 72) -> Group:
         width: characters of the longest bar.
     """
     scale = max(1, -(-max((memory.held_in(line) for line in range(len(memory.layers))), default=1) // width))
-    table = Table(
-        box=None, pad_edge=False, title=f"{memory.name}: one character is {_pages(scale)}", title_justify="left"
-    )
+    title = Text(f"{memory.name}: one character is {_pages(scale)}", style="bold")
+    table = Table(box=None, pad_edge=False)
     for column in ("layer", "pages", "live"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("held by", no_wrap=True)
