@@ -371,6 +371,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def commit_one(self, seq: Any, priority: int) -> None:
         model = self.seqs[seq]
+        self.read_events()  # an append of the same step may have evicted blocks
         hashes = chain(model.scope, model.tokens, self.size)[1:]
         for at, digest in enumerate(hashes):
             self.meanings[digest] = (model.scope, model.tokens[: (at + 1) * self.size])
