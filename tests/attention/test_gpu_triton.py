@@ -1,8 +1,14 @@
-"""The Triton kernels: numbers under the interpreter here, on the device where there is one."""
+"""The Triton kernels: numbers under the interpreter here, on the device where there is one.
+
+Triton decides at its import whether to interpret, and torch may have imported it by now: without a device, this file is
+run again by a process of its own, with `TRITON_INTERPRET=1` from the start.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import fields, replace
 
 import pytest
@@ -18,11 +24,13 @@ from paged_kv.store import LayerView
 from tests.attention.oracle import Shape, attend_exactly, problem
 
 pytest.importorskip("triton")
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported: they are decorated then
 
 from paged_kv.attention.gpu.triton_backend import TritonBackend, launch
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+runs_kernels = pytest.mark.skipif(
+    not INTERPRETED and not torch.cuda.is_available(), reason="run by test_all_of_this_holds_under_the_interpreter"
+)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -57,6 +65,16 @@ def problems(draw: st.DrawFn) -> tuple[Shape, Tensor, LayerView, AttentionOption
     return shape, query, view, options, draw(st.sampled_from([1, 1, 3]))
 
 
+@pytest.mark.skipif(INTERPRETED or torch.cuda.is_available(), reason="the tests themselves run")
+def test_all_of_this_holds_under_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+@runs_kernels
 @settings(max_examples=25)
 @given(problems())
 def test_output_matches_float64(case: tuple[Shape, Tensor, LayerView, AttentionOptions, int]) -> None:
@@ -68,6 +86,7 @@ def test_output_matches_float64(case: tuple[Shape, Tensor, LayerView, AttentionO
     torch.testing.assert_close(out.cpu().double(), exact, rtol=0, atol=tolerance)
 
 
+@runs_kernels
 def test_the_backend_says_what_it_cannot_do() -> None:
     query, view = on_device(*problem(Shape(), [40]))
     options = AttentionOptions(scale=0.1)
