@@ -18,6 +18,7 @@ from allocator import Admission
 from paged_kv._compat import text_config
 from paged_kv.engine import output
 from paged_kv.engine.batch import build
+from paged_kv.engine.draft import propose
 from paged_kv.engine.options import EngineOptions
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import Request, RequestOutput, Row
@@ -251,6 +252,8 @@ class Engine:
         Raises:
             Exception: Whatever the model raised; pages are as before the step, and the requests go on at the next one.
         """
+        if not self._scheduler.num_waiting:
+            propose(self._scheduler.running, self.options.num_draft_tokens)
         plan = self._scheduler.plan()
         for row, answer in plan.unfit:
             self._unfit(row, answer)
@@ -296,7 +299,7 @@ class Engine:
         if self._scheduler.limits.prefix_caching:
             for row in crossed:
                 if row.seq is not None and not row.num_cropped:
-                    self.memory.commit(row.seq, row.tokens[: row.num_computed])
+                    self.memory.commit(row.seq, (row.tokens + row.draft)[: row.num_computed])
         if self._slides and crossed:
             self.memory.slide([row.seq for row in crossed if row.seq is not None])
 

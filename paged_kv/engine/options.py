@@ -44,7 +44,7 @@ class EngineOptions:
     watermark: float = 0.01
     backend: str = "auto"
     optimize: bool = True
-    num_draft_tokens: int = 0
+    num_draft_tokens: int = 7
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -94,7 +94,8 @@ class Row:
         tokens: Prompt and output so far.
         seq: Its pages, None while it waits.
         num_computed: Tokens whose keys and values are in the pages (seen tokens).
-        draft: Guessed next tokens, verified by the next step.
+        draft: Guessed next tokens, which the next step verifies; while that step's results are taken, the tokens that
+            it found, all but the last of them computed already.
     """
 
     request: Request
@@ -112,6 +113,7 @@ class Row:
     queued: bool = False
     detokenizer: Any = None
     sampler: Any = None
+    guesser: Any = None
     num_cropped: int = 0
     crop_pending: bool = False
 

@@ -17,7 +17,7 @@ from allocator import OutOfPages
 from paged_kv.engine.batch import Batch, Span
 from paged_kv.engine.beam import BeamSearch
 from paged_kv.engine.request import Request, Row
-from paged_kv.engine.sampling import Sampler, top_logprobs
+from paged_kv.engine.sampling import Draw, Sampler, top_logprobs
 from paged_kv.engine.scheduler import Scheduler
 from paged_kv.engine.stopping import take, watch
 from paged_kv.memory import PagedMemory
@@ -65,6 +65,8 @@ class Searcher:
             request.timings.setdefault("first_token", now)
             if request.params.max_tokens == 0:
                 self.end(span.row, "length")
+            elif span.row.draft:
+                self._take_draft(span.row)
             elif request.lockstep:
                 beams.setdefault(request, []).append(span)
             else:
@@ -149,7 +151,33 @@ class Searcher:
     # -- guessed tokens ----------------------------------------------------------------------------------------------
 
     def verify(self, batch: Batch, logits: Tensor) -> None:
-        """Take back the guessed tokens that the model does not agree with."""
+        """Replace each row's guessed tokens by those that the model gives; the wrong ones give their slots back."""
+        spans = [span for span in batch.spans if span.row.draft]
+        if not spans:
+            return
+        likeliest = logits.argmax(-1).tolist()
+        for span in spans:
+            row = span.row
+            given = likeliest[span.first : span.first + span.count]
+            guessed = row.draft[: span.count - 1]
+            num_right = 0
+            while num_right < len(guessed) and guessed[num_right] == given[num_right]:
+                num_right += 1
+            row.guesser.learn(len(guessed), num_right)
+            row.draft = given[: num_right + 1]
+            wrong = len(guessed) - num_right
+            if wrong and row.seq is not None:
+                self._memory.truncate([row.seq], [wrong])
+                row.num_computed -= wrong
+
+    def _take_draft(self, row: Row) -> None:
+        """Add the tokens that `verify` found, up to the row's end."""
+        tokens, row.draft = row.draft, []
+        for token in tokens:
+            self.num_tokens += 1
+            if reason := take(row, Draw(token), self._eos_ids, self._tokenizer):
+                self.end(row, reason)
+                return
 
     # -- log probabilities of the prompt -----------------------------------------------------------------------------
 
