@@ -62,6 +62,23 @@ def attention_of(model_or_config: Any) -> str | None:
     return name
 
 
+def biases_by_distance(config: Any) -> bool:
+    """Whether a model adds a bias by distance in columns (ALiBi, relative buckets), blind to what was cropped."""
+    if config is None:
+        return False
+    attention = getattr(config, "attn_config", config)
+    return (
+        config.model_type == "bloom"
+        or bool(getattr(attention, "alibi", False))
+        or hasattr(config, "relative_attention_num_buckets")
+    )
+
+
+def default_attention(model: Any) -> str:
+    """The attention that transformers gives a model when nobody asks for one."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
 def query_length(query: int | torch.Tensor) -> int:
     """The number of queries from what `get_mask_sizes` is given: an int, or 5.2's `cache_position`."""
     return query if isinstance(query, int) else int(query.shape[0])

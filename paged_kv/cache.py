@@ -40,7 +40,7 @@ class PagedCache(AppendingCache):
     def for_model(cls, model: Any, *, page_size: int = 16, lanes: Lanes = "layer", **options: Any) -> PagedCache:
         """A cache with the shapes of `model`, which is switched to the attention that reads pages.
 
-        A model on "sdpa" attention is switched to "paged_kv" (undone by `paged_kv.detach(model)`); one that was
+        A model on its default attention is switched to "paged_kv" (undone by `paged_kv.detach(model)`); one that was
         explicitly given another attention stays as it is, and is handed gathered keys and values.
 
         Args:
@@ -57,7 +57,7 @@ class PagedCache(AppendingCache):
             raise UnsupportedModel(f"{type(model).__name__} has no layer with plain keys and values to page")
         cache._specs = KVSpec.from_model(model, page_size=page_size, lanes=lanes)
         Budget.of(cache._specs, **cache._budget)
-        if _compat.attention_of(model) == "sdpa":
+        if _compat.attention_of(model) == _compat.default_attention(model):
             model.set_attn_implementation(ATTENTION)
         return cache
 
@@ -178,7 +178,8 @@ class PagedCache(AppendingCache):
 
     def live_columns(self, layer_idx: int) -> Tensor:
         """The column of each live token of a layer: int64 `[rows, lanes, longest]`, -1 behind a shorter row's end."""
-        return self._cropable(layer_idx).live_columns(layer_idx)
+        assert self._batch is not None
+        return self._batch.live_columns(layer_idx)
 
     def has_layer(self, layer_idx: int) -> bool:
         """Whether a paged layer holds anything, in pages or while its shape is being learnt."""
@@ -335,6 +336,11 @@ class PagedCache(AppendingCache):
         return self._crop_rows(batch, rows, chosen)
 
     def _cropable(self, layer_idx: int) -> PagedBatch:
+        if _compat.biases_by_distance(self._config):
+            raise UnsupportedModel(
+                f"{self._config.model_type} models bias attention by the distance between columns, which a crop would "
+                "change: their layers cannot be cropped"
+            )
         self._settle()
         if self._batch is None:
             raise EmptyCache("the cache holds no tokens: run a forward before cropping")

@@ -23,6 +23,7 @@ class MaskedOracle:
     def __init__(self, model: Any) -> None:
         self.model = copy.deepcopy(model).double()
         self.model.set_attn_implementation(NAME)
+        self.model.set_experts_implementation("eager")  # grouped products of experts know no float64
         self.cache = DynamicCache()
         self.real = torch.zeros(0, 0, dtype=torch.bool)
         self.hidden: dict[int, Tensor] = {}
@@ -67,6 +68,10 @@ def _attention(
     window = kwargs.get("sliding_window")
     if window is not None:
         seen = seen & (column > at - window)
+    config = module.config
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk is not None and config.layer_types[module.layer_idx] == "chunked_attention":
+        seen = seen & (column // chunk == at // chunk)
     hidden = oracle.hidden.get(module.layer_idx)
     seen = seen.expand(-1, key.shape[1], -1, -1).clone()
     if hidden is not None:
@@ -74,7 +79,13 @@ def _attention(
     group = query.shape[1] // key.shape[1]
     key, value, seen = (part.repeat_interleave(group, dim=1) for part in (key, value, seen))
     logits = query @ key.transpose(-1, -2) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    weights = logits.masked_fill(~seen, float("-inf")).softmax(-1).nan_to_num(0.0)
+    if kwargs.get("softcap") is not None:
+        logits = kwargs["softcap"] * torch.tanh(logits / kwargs["softcap"])
+    logits = logits.masked_fill(~seen, float("-inf"))
+    if kwargs.get("s_aux") is not None:
+        sinks = kwargs["s_aux"].view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    weights = logits.softmax(-1).nan_to_num(0.0)[..., :columns]
     return (weights @ value).transpose(1, 2), None
 
 

@@ -105,6 +105,6 @@ def attached(model: Any) -> Iterator[Any]:
 
 
 def detach(model: Any) -> None:
-    """Put a model that runs "paged_kv" attention back on SDPA, transformers' default."""
+    """Put a model that runs "paged_kv" attention back on the one that transformers gives it by default."""
     if _compat.attention_of(model) == ATTENTION:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(_compat.default_attention(model))

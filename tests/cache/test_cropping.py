@@ -14,52 +14,10 @@ from transformers import DynamicCache
 from allocator import KVError
 from paged_kv import PagedCache
 from paged_kv.compression import KeyNorm, StreamingLLM
-from tests.oracle import MaskedOracle
-from tests.tiny import padded, tiny_model, tokens
+from tests.cache.pairs import Pair, positions_of
+from tests.tiny import tiny_model, tokens
 
 POLICIES = [pytest.param(StreamingLLM(sinks=3), id="streaming"), pytest.param(KeyNorm(), id="key norm")]
-
-
-def positions_of(cache: PagedCache, layer: int, row: int, lane: int = 0) -> np.ndarray:
-    batch = cache._batch
-    assert batch is not None
-    return cache.memory.positions(batch.seqs[row], layer, lane)
-
-
-class Pair:
-    """A model over pages and the oracle, fed and cropped alike."""
-
-    def __init__(self, family: str, num_rows: int = 1, length: int = 40, **options: Any) -> None:
-        self.model = tiny_model(family)
-        pads = [0, 11, 23][:num_rows]
-        self.inputs = padded(num_rows, length, pads)
-        self.oracle = MaskedOracle(self.model)
-        self.cache = PagedCache.for_model(self.model, **options)
-        self.mask = self.inputs["attention_mask"]
-        self.step(self.inputs["input_ids"], self.mask)
-
-    def step(self, ids: torch.Tensor, real: torch.Tensor | None = None) -> None:
-        """Feed new tokens to both and compare the logits of the real ones."""
-        first = self.cache.get_seq_length() == 0
-        self.mask = self.mask if first else torch.cat([self.mask, torch.ones_like(ids)], dim=1)
-        positions = (self.mask.cumsum(1) - 1).clamp_min(0)[:, -ids.shape[1] :]
-        with torch.no_grad():
-            got = self.model(
-                ids, attention_mask=self.mask, position_ids=positions, past_key_values=self.cache
-            ).logits.double()
-        expected = self.oracle.forward(ids, self.mask[:, -ids.shape[1] :])
-        seen = self.mask[:, -ids.shape[1] :].bool()
-        torch.testing.assert_close(got[seen], expected[seen], rtol=0, atol=1e-4)
-        self.cache.check()
-
-    def follow(self) -> None:
-        """Tell the oracle what the cache still holds."""
-        for layer in range(len(self.cache.layers)):
-            for row in range(self.inputs["input_ids"].shape[0]):
-                lanes = self.cache.memory.place(layer)[0].spec.lanes
-                for lane in range(lanes):
-                    kept = positions_of(self.cache, layer, row, lane)
-                    self.oracle.crop(layer, row, kept, head=None if lanes == 1 else lane)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -202,9 +160,7 @@ def test_forks_of_a_cropped_cache_decode_apart_and_copy_only_what_they_write() -
         lone = Pair("llama", length=45, page_size=4)
         lone.cache.crop_layers({0: 10, 1: 20, 2: 30, 3: 45}, KeyNorm())
         with torch.no_grad():
-            alone = lone.model(
-                ids[row : row + 1], position_ids=torch.tensor([[45]]), past_key_values=lone.cache
-            ).logits
+            alone = lone.model(ids[row : row + 1], position_ids=torch.tensor([[45]]), past_key_values=lone.cache).logits
         torch.testing.assert_close(both[row : row + 1], alone, rtol=0, atol=1e-5)
     # Lengths 10, 20, 30 and 45 in pages of 4: tails of 2, 0, 2 and 1 tokens. A shared tail is copied for one of the
     # two; where there is none, each takes a fresh page.
