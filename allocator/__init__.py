@@ -14,6 +14,7 @@ It is arithmetic: integers in, frozen plans out. Someone else owns the tensors a
 """
 
 from allocator.block_allocator import BlockAllocator
+from allocator.deltas import TableDelta
 from allocator.errors import (
     AlreadyWritten,
     BrokenInvariant,
@@ -27,9 +28,13 @@ from allocator.errors import (
     SnapshotMismatch,
     StaleHandle,
 )
+from allocator.events import BlockRemoved, BlocksCleared, BlockStored
+from allocator.export import CsrTable
+from allocator.facades import AsyncAllocator, LockedAllocator
+from allocator.hashing import BlockHash
 from allocator.plan import EMPTY_PLAN, CopyPages, MoveSlots, Plan
 from allocator.pool import PagePool
-from allocator.stats import AllocatorStats
+from allocator.stats import AllocatorStats, Fragmentation
 from allocator.types import Admission, LayerKind, Opened, PinId, SeqId, Verdict
 
 __all__ = [
@@ -37,13 +42,21 @@ __all__ = [
     "Admission",
     "AllocatorStats",
     "AlreadyWritten",
+    "AsyncAllocator",
     "BlockAllocator",
+    "BlockHash",
+    "BlockRemoved",
+    "BlockStored",
+    "BlocksCleared",
     "BrokenInvariant",
     "CopyPages",
+    "CsrTable",
     "DoubleFree",
+    "Fragmentation",
     "InvalidArgument",
     "KVError",
     "LayerKind",
+    "LockedAllocator",
     "MoveSlots",
     "Opened",
     "OutOfPages",
@@ -56,5 +69,6 @@ __all__ = [
     "SnapshotError",
     "SnapshotMismatch",
     "StaleHandle",
+    "TableDelta",
     "Verdict",
 ]

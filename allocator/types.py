@@ -46,7 +46,8 @@ PinId = NewType("PinId", int)
 Seqs: TypeAlias = Sequence[SeqId] | Int64
 Counts: TypeAlias = int | Sequence[int] | npt.NDArray[np.integer]
 Tokens: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
-Keep: TypeAlias = Mapping[int | tuple[int, int], Sequence[int] | npt.NDArray[np.integer]]
+Indices: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
+Keep: TypeAlias = Mapping[int, Indices] | Mapping[tuple[int, int], Indices] | Mapping[int | tuple[int, int], Indices]
 Placement: TypeAlias = Literal["lifo", "runs"]
 
 

@@ -190,7 +190,8 @@ def test_a_double_free_is_named() -> None:
     pool = PagePool(8)
     pages = pool.take(3)
     pool.retain(pages[:1])
-    for wrong in (pages[[0, 0, 0]], pages[[1, 1]]):
+    many = np.repeat(pages[1:2], 20)  # takes another path than a handful
+    for wrong in (pages[[0, 0, 0]], pages[[1, 1]], many):
         with pytest.raises(DoubleFree) as caught:
             pool.release(wrong)
         assert caught.value.page == wrong[0]
