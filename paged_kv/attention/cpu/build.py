@@ -27,7 +27,7 @@ from torch.utils import cpp_extension
 from allocator import KVError
 
 SOURCES = Path(__file__).parent / "csrc"
-_FLAGS = (
+FLAGS = (
     "-shared",
     "-fPIC",
     "-std=c++20",
@@ -52,11 +52,8 @@ class KernelUnavailable(KVError):
         self.reason = reason
 
 
-def build(extra_flags: Sequence[str] = ()) -> Path:
+def build() -> Path:
     """Compile the kernel if its library is not there yet; takes about half a minute then.
-
-    Args:
-        extra_flags: Further compiler flags, as for a sanitizer build; part of the library's key.
 
     Returns:
         The library. Its name carries a hash of all that it depends on: sources, flags, torch, compiler, processor.
@@ -68,7 +65,7 @@ def build(extra_flags: Sequence[str] = ()) -> Path:
     compiler = shutil.which(name)
     if compiler is None:
         raise KernelUnavailable(f'no C++ compiler "{name}" on PATH: install g++ or set CXX')
-    flags = [*_FLAGS, *_environment_flags(), *extra_flags]
+    flags = [*FLAGS, *_environment_flags()]
     folder = Path(cpp_extension._get_build_directory("paged_kv", False))
     library = folder / f"paged_kv-{_key(compiler, flags)}.so"
     if not library.exists():
@@ -125,13 +122,13 @@ def _compile(compiler: str, flags: Sequence[str], library: Path) -> None:
 
 
 @functools.cache
-def load(extra_flags: tuple[str, ...] = ()) -> Path:
+def load() -> Path:
     """Build if needed and load the kernel: `torch.ops.paged_kv.attend` and `.write` exist afterwards.
 
     Raises:
         KernelUnavailable: It cannot be built, or the library cannot be loaded.
     """
-    library = build(extra_flags)
+    library = build()
     try:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     except OSError as error:
