@@ -65,7 +65,9 @@ class Arena:
 
     def load(self, data: Int32, free: dict[int, list[int]]) -> None:
         """Replaces all extents by those of a snapshot."""
-        self.data, self.top, self.free = data, len(data), free
+        self.data = np.zeros(max(len(data), self.num_rows * 64), np.int32)
+        self.data[: len(data)] = data
+        self.top, self.free = len(data), free
 
     def widen(self, base: int, width: int, needed: int) -> tuple[int, int]:
         """Moves an extent (width 0: none yet) to one of at least `needed` columns. O(extent), amortised O(1) a column.

@@ -44,8 +44,10 @@ def block_tables(tables: PageTables, slots: Int64) -> Int32:
         chosen = np.flatnonzero(widths == width)
         data = tables.arena.data
         lines = data[: len(data) // width * width].reshape(-1, width)
+        held = lines.take((tables.base[slots[chosen]] // width + rows).ravel(), axis=0)
         columns = min(width, most)
-        padded[:, chosen, :columns] = lines[tables.base[slots[chosen]] // width + rows, :columns]
+        where = slice(None) if len(chosen) == len(slots) else chosen
+        padded[:, where, :columns] = held.reshape(tables.num_rows, len(chosen), width)[:, :, :columns]
     return padded
 
 

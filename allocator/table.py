@@ -64,6 +64,7 @@ class PageTables:
         self.kept_off = np.zeros((0, num_rows), np.int32)
         self.base = np.zeros(0, np.int64)
         self.width = np.zeros(0, np.int64)
+        self._add_slots()
 
     # Slots and handles
 
@@ -132,9 +133,9 @@ class PageTables:
         if ids.ndim != 1:
             raise InvalidArgument("seqs", seqs, "must be one-dimensional")
         slots = ids & _INDEX_MASK
-        if len(ids) and not (int(slots.max()) < len(self.handles) and (self.handles[slots] == ids).all()):
-            for seq in seqs:
-                self.slot_of(seq)
+        stale = self.handles.take(slots, mode="clip") != ids
+        if stale.any():
+            raise StaleHandle(int(ids[stale.argmax()]))
         if len(ids) > 1 and int(np.bincount(slots).max()) > 1:
             raise InvalidArgument("seqs", seqs, "a sequence occurs twice")
         return slots
@@ -228,8 +229,7 @@ class PageTables:
     def kept_row(self, slot: int, row: int) -> Int32:
         """Stored positions of a row, int32 [kept_len], not a copy."""
         kept, start = self.kept[slot], int(self.kept_off[slot, row])
-        if kept is None:
-            return np.empty(0, np.int32)
+        assert kept is not None, "only rows with kept_len > 0 are asked for"
         return kept[start : start + int(self.kept_len[slot, row])]
 
     def set_kept(self, slot: int, rows: Int64, lens: Int64, positions: Int32) -> None:

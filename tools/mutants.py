@@ -134,7 +134,8 @@ MUTANTS = [
     Mutant(
         "a failed append uses up the reservation",
         "appending.py",
-        "    wanted = demand(core, slots, counts)\n    available = _available_to(core, slots, wanted)\n    if wanted.needed >",
+        "    wanted = demand(core, slots, counts)\n    available = _available_to(core, slots, wanted)\n"
+        "    if wanted.needed >",
         "    wanted = demand(core, slots, counts)\n    available = _available_to(core, slots, wanted)\n"
         "    core.reserved[slots] = 0\n    core.total_reserved = int(core.reserved.sum())\n    if wanted.needed >",
     ),

@@ -45,7 +45,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
     options = parser.parse_args()
     machine = f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}"
-    print(f"{machine}. Targets are those of the project's reference machine: compare ratios within this run.")
+    print(f"{machine}. Processor time of one thread.")
+    print("Targets are those of the project's reference machine: on another one compare the ratios within this run.")
     print(COLUMNS)
     done = []
     for row in rows(options.quick):

@@ -107,7 +107,7 @@ def crop(quick: bool) -> Iterator[Row]:
     keeps: dict[str, Keep] = {
         "random half": {row: np.sort(rng.permutation(tokens)[: tokens // 2]) for row in range(rows)},
         "newest half (whole pages)": {row: np.arange(tokens // 2, tokens) for row in range(rows)},
-        "4 sinks + newest 508": dict.fromkeys(range(rows), np.r_[:4, tokens - 508 : tokens]),
+        "4 sinks + newest 508": dict.fromkeys(range(rows), np.array([*range(4), *range(tokens - 508, tokens)])),
         "random tenth": {row: np.sort(rng.permutation(tokens)[: tokens // 10]) for row in range(rows)},
     }
     allocator = BlockAllocator(pages * 4, page_size=PAGE, num_layers=rows)

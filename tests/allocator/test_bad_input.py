@@ -87,6 +87,11 @@ CALLS: dict[str, tuple[Call, type[Exception], str]] = {
     "crop a lane twice": (lambda a, s, c: a.crop(s, {0: [0], (0, 0): [0]}), InvalidArgument, "twice"),
     "crop by floats": (lambda a, s, c: a.crop(s, {0: [0.0, 1.0]}), InvalidArgument, "float64"),
     "crop by a mask": (lambda a, s, c: a.crop(s, {0: np.ones(5, bool)}), InvalidArgument, "bool"),
+    "crop by an empty list of another type": (
+        lambda a, s, c: a.crop(s, {9: np.empty(0)}),
+        InvalidArgument,
+        "layer = 9",
+    ),
     "crop by a matrix": (lambda a, s, c: a.crop(s, {0: np.ones((2, 2), int)}), InvalidArgument, "one-dim"),
     "crop by wrapping numbers": (lambda a, s, c: a.crop(s, {0: [0, 2**32 + 1, 4]}), InvalidArgument, "increasing"),
     "truncate too much": (lambda a, s, c: a.truncate([s], 6), InvalidArgument, "counts = 6"),
@@ -186,12 +191,20 @@ def test_a_snapshot_of_another_configuration_is_refused() -> None:
     assert "page_size" in str(caught.value)
 
 
+def test_a_snapshot_of_a_broken_state_is_refused() -> None:
+    allocator = BlockAllocator(20, page_size=2, num_layers=2)
+    allocator.append([allocator.open().seq], 5)
+    allocator._core.counters.live_tokens += 1
+    with pytest.raises(SnapshotCorrupt, match="live token counter"):
+        BlockAllocator(20, page_size=2, num_layers=2).restore(allocator.snapshot())
+
+
 def test_a_double_free_is_named() -> None:
     pool = PagePool(8)
     pages = pool.take(3)
     pool.retain(pages[:1])
     many = np.repeat(pages[1:2], 20)  # takes another path than a handful
-    for wrong in (pages[[0, 0, 0]], pages[[1, 1]], many):
+    for wrong in (pages[[0, 0, 0]], pages[[1, 1]], pages[[1, 2, 1]], many):
         with pytest.raises(DoubleFree) as caught:
             pool.release(wrong)
         assert caught.value.page == wrong[0]

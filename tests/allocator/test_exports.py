@@ -118,6 +118,9 @@ def test_deltas_name_each_changed_entry_once() -> None:
     delta = allocator.drain_deltas()
     assert sorted(zip(delta.rows, delta.columns, delta.pages, strict=True))[0] == (4, 0, 7)
     assert len({*zip(delta.rows, delta.columns, strict=True)}) == len(delta.rows) == 4
+    allocator.truncate([b], 1)
+    assert len(allocator.append([b], 1).copies) == 2
+    assert set(allocator.drain_deltas().pages.tolist()) == {*allocator.block_tables([b]).ravel().tolist()}
 
 
 def test_rows_that_do_not_grow_map_to_the_null_page() -> None:

@@ -35,12 +35,10 @@ from allocator import (
 from tests.allocator.model import Config, Contents, Memory, Sequence, chain, owners, pages_for, tables_of
 from tests.allocator.strategies import batches, configs, new_tokens, subsets, tokens
 
-# What a step does; how often a name occurs is its weight. Without open sequences (or pins) the step opens one.
-OPERATIONS = (
-    [*8 * ["append"], *4 * ["open"], *4 * ["commit"], *4 * ["crop"], *3 * ["truncate"], *2 * ["fork"], *3 * ["close"]]
-    + [*2 * ["slide"], "write_cross", "reserve", "pin", "unpin", "pin_prefix", "grow", "shrink", "restore", "refuse"]
-    + ["clear_prefix"]
-)
+# What a step does, and how often. A step that needs a sequence (or a pin) where none is opens one instead.
+WEIGHTS = {"append": 8, "open": 4, "commit": 4, "crop": 4, "truncate": 3, "close": 3, "fork": 2, "slide": 2}
+RARE = ("write_cross", "reserve", "pin", "unpin", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix")
+OPERATIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)] + list(RARE)
 WITHOUT_SEQUENCES = {"open", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix"}
 
 
@@ -128,7 +126,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert cached // self.size == whole
             self.check_partial(hashes[whole], prompt[whole * self.size : most], cached - whole * self.size, before)
         rows = [[(p, self.content(scope, prompt[: p + 1], row)) for p in range(cached)] for row in range(self.num_rows)]
-        assert opened.seq not in self.seqs and opened.seq not in self.closed
+        assert opened.seq not in self.seqs
+        assert opened.seq not in self.closed
         self.seqs[opened.seq] = Sequence(
             scope, rows, prompt[:cached], diverged=not all(self.grows), committed=cached // self.size
         )
@@ -250,7 +249,9 @@ class AllocatorMachine(RuleBasedStateMachine):
                         assert slots[row, done] == 0
                         continue
                     page, offset = divmod(int(slots[row, done]), self.size)
-                    assert page > 0 and count[page] == 1 and page not in published
+                    assert page > 0
+                    assert count[page] == 1
+                    assert page not in published
                     content = self.contents.unique() if model.diverged else self.content(model.scope, model.tokens, row)
                     self.memory.pages[page, offset] = content
                     model.rows[row].append((position, content))
@@ -309,13 +310,20 @@ class AllocatorMachine(RuleBasedStateMachine):
         }
         count, tables, before = self.owners(), tables_of(self.allocator, seq), self.available
         frozen = any(self.is_frozen(page, count) for row in by_row for page in tables[row])
+        snapshot = self.allocator.snapshot()
         try:
-            snapshot = self.allocator.snapshot()
             plan = self.allocator.crop(seq, keep)
-        except OutOfPages as error:
-            assert frozen and error.needed > error.available == max(0, before - self.reserved)
-            assert self.allocator.snapshot() == snapshot
+        except OutOfPages as caught:
+            error = caught
+        else:
+            self.cropped(seq, by_row, plan, frozen, before)
             return
+        assert frozen
+        assert error.needed > error.available == max(0, before - self.reserved)
+        assert self.allocator.snapshot() == snapshot
+
+    def cropped(self, seq: Any, by_row: dict[int, list[int]], plan: Plan, frozen: bool, before: int) -> None:
+        model = self.seqs[seq]
         assert plan.allocated == 0 or frozen
         if all(self.moves_nothing(kept) for kept in by_row.values()):
             assert len(plan.moves) == plan.allocated == 0
@@ -387,7 +395,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     def clear_prefix(self, data: st.DataObject) -> None:
         before, count = self.available, len(self.published)
         assert self.allocator.clear_prefix() == count
-        assert self.allocator.stats().cached_pages == 0 and self.available == before
+        assert self.allocator.stats().cached_pages == 0
+        assert self.available == before
 
     # The pool's life
 
@@ -464,7 +473,8 @@ class AllocatorMachine(RuleBasedStateMachine):
                 self.allocator.shrink(n)
         else:
             plan = self.allocator.shrink(n)
-            assert (plan.copies.src >= left).all() and (plan.copies.dst < left).all()
+            assert (plan.copies.src >= left).all()
+            assert (plan.copies.dst < left).all()
             self.memory.apply(plan)
             self.memory.resize(left)
             assert self.allocator.num_pages == left

@@ -86,6 +86,7 @@ def test_an_equal_block_is_stored_once() -> None:
 
 def test_a_cropped_or_slid_sequence_publishes_nothing() -> None:
     allocator = BlockAllocator(60, page_size=2, num_layers=2, windows=[None, 3], enable_prefix_caching=True)
+    assert BlockAllocator(9, page_size=1, num_layers=1).peek([1, 2, 3]) == 0  # without an index nothing is found
     cropped, slid = allocator.open().seq, allocator.open().seq
     allocator.append([cropped, slid], 8)
     allocator.crop(cropped, {0: [0, 2, 3]})
@@ -217,8 +218,41 @@ class TestPartialReuse:
         assert allocator.clear_prefix() == 0
 
 
-def test_the_index_grows_with_the_pool() -> None:
-    allocator = build(num_pages=5, partial_reuse=True)
+def test_pages_are_not_published_twice_under_other_tokens() -> None:
+    allocator = build()
+    seq = allocator.open().seq
+    allocator.append([seq], 4)
+    [twin] = allocator.fork(seq)
+    assert allocator.commit(seq, [1, 2, 3, 4]) == 1
+    assert allocator.commit(twin, [5, 6, 7, 8]) == 0  # wrong, but the published block stays what it is
+    assert allocator.peek([1, 2, 3, 4, 0]) == 4
+    assert allocator.peek([5, 6, 7, 8, 0]) == 0
+    allocator.check()
+
+
+def test_forgetting_blocks_in_any_order_keeps_the_candidates_right() -> None:
+    allocator = build(num_pages=41, partial_reuse=True)
+    for first in range(4):
+        publish(allocator, [first, 1, 2, 3])
+    assert allocator.open([1, 1, 2, 3]).num_cached_tokens == 3  # holding a copy
+    pin, _ = allocator.pin_prefix([3, 1, 2, 3])
+    keep, _ = allocator.pin_prefix([1, 1, 2, 3])
+    filler = allocator.open().seq
+    allocator.append([filler], 4 * 17)  # evicts 0 and 2, which lie between the pinned ones
+    assert [allocator.peek([first, 1, 2, 3, 0]) for first in range(4)] == [0, 4, 0, 4]
+    allocator.close(filler)
+    assert allocator.open([3, 1, 9]).num_cached_tokens == 2
+    allocator.unpin(pin)
+    allocator.unpin(keep)
+    first = publish(allocator, [7, 1, 2, 3]), publish(allocator, [8, 1, 2, 3])
+    assert first == (1, 1)
+    assert allocator.clear_prefix() == 4  # 1 and 3 go before 7 and 8, which were filed after them
+    allocator.check()
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_the_index_grows_with_the_pool(partial: bool) -> None:
+    allocator = build(num_pages=5, partial_reuse=partial)
     publish(allocator, TEN[:8])
     allocator.grow(40)
     for start in range(10, 30, 4):

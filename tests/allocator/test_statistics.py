@@ -179,6 +179,11 @@ def test_the_pool_gives_out_every_page_once(placement: str) -> None:
     assert (pool.num_free, pool.num_active) == (20, 29)
     pool.release(np.array(pages[20:], np.int32))
     assert sorted(pool.free_pages().tolist()) == list(range(1, 50))
+    many = pool.take(40)
+    pool.retain(many)
+    assert pool.release(many[:30])[0] == 0
+    assert pool.release(np.concatenate([many, many[30:]]))[0] == 40  # some twice, as forks in one batch give them back
+    assert sorted(pool.free_pages().tolist()) == list(range(1, 50))
 
 
 def test_check_finds_damage() -> None:

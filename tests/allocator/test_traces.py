@@ -156,3 +156,7 @@ def test_placement_in_runs_leaves_each_row_room_to_go_on() -> None:
     allocator.append([a], 1)  # what follows is taken: a chunk of its own while there is one, else the lowest page
     assert tables(allocator, a) == [[*range(8, 16), 56], [*range(16, 24), 1]]
     allocator.check()
+    allocator.grow(16)
+    allocator.append([b], 7)  # the last six of its second chunk, then a chunk of its own
+    assert tables(allocator, b) == [[*range(24, 40), 64], [*range(40, 56), 72]]
+    allocator.check()
