@@ -1,10 +1,10 @@
-"""Faster linear layers on the CPU, for inference: weights packed once, undone exactly.
+"""Faster layers on the CPU, for inference: linear weights packed once, norms in one pass, all undone exactly.
 
-Owns: which layers are packed and how, the packed modules, their undoing.
+Owns: which layers are changed and how, the changed modules, their undoing.
 Does not know: caches, attention, engines.
 
-A packed layer is the same module with another class, so hooks, names and references to it stay. Its weight is stored
-once, in packed form, and read as `layer.weight` it is unpacked anew each time; `state_dict` has it as before.
+A changed layer is the same module with another class, so hooks, names and references to it stay. A packed weight is
+stored once, in packed form, and read as `layer.weight` it is unpacked anew each time; `state_dict` has it as before.
 """
 
 from __future__ import annotations
@@ -110,12 +110,57 @@ def _packed_class(cls: type) -> type | None:
     return _PACKED_CLASSES.get(cls)
 
 
+class _FusedNorm:
+    """What a root-mean-square norm does when it is one pass over memory; mixed into the class that it had."""
+
+    weight: Tensor
+    _eps: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if hidden_states.dtype != weight.dtype or (torch.is_grad_enabled() and hidden_states.requires_grad):
+            plain: Tensor = super().forward(hidden_states)  # type: ignore[misc]
+            return plain
+        out: Tensor = torch.ops.paged_kv.rms_norm(hidden_states, weight.detach(), self._eps)
+        return out
+
+
+_NORM_CLASSES: dict[type, type] = {}
+
+
+def _fuse_norm(module: nn.Module) -> _Undo | None:
+    """Fuse a module that is called a norm if it computes what the kernel does, by trying; models have variants."""
+    cls, weight = type(module), module._parameters.get("weight")
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not cls.__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None or weight.dim() != 1:
+        return None
+    if weight.device.type != "cpu" or list(module._parameters) != ["weight"] or build.why_not() is not None:
+        return None
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return None
+    trial = torch.linspace(-3, 4, 2 * weight.numel(), dtype=torch.float64).to(weight.dtype).view(2, -1)
+    with torch.no_grad():
+        plain = cls.forward(module, trial)
+        fused = torch.ops.paged_kv.rms_norm(trial, weight.detach(), eps)
+    if plain.dtype != fused.dtype or not torch.allclose(
+        plain, fused, rtol=8 * torch.finfo(weight.dtype).eps, atol=1e-30
+    ):
+        return None
+    if cls not in _NORM_CLASSES:
+        _NORM_CLASSES[cls] = type(f"Fused{cls.__name__}", (_FusedNorm, cls), {})
+    module.__dict__["_eps"] = eps
+    module.__class__ = _NORM_CLASSES[cls]
+    return _Undo(module, cls)
+
+
 @dataclass(frozen=True, slots=True)
 class _Undo:
+    """How a module was: its class, and for a packed layer its parameter and whether nobody else uses that."""
+
     module: Any
     cls: type
-    parameter: nn.Parameter
-    owned: bool
+    parameter: nn.Parameter | None = None
+    owned: bool = False
 
 
 class Optimized:
@@ -123,18 +168,24 @@ class Optimized:
 
     Attributes:
         num_packed: Layers whose weight is packed.
-        method: How they are, None if none is.
+        num_fused: Norms that are one pass.
+        method: How weights are packed, None if none is.
     """
 
     def __init__(self, changes: list[_Undo], method: Method | None) -> None:
         self._changes = changes
-        self.num_packed = len(changes)
+        self.num_packed = sum(change.parameter is not None for change in changes)
+        self.num_fused = len(changes) - self.num_packed
         self.method = method
 
     def undo(self) -> None:
         """Put every layer back: the same parameter objects with the same bits. A second call does nothing."""
         while self._changes:
             change = self._changes.pop()
+            if change.parameter is None:
+                del change.module.__dict__["_eps"]
+                change.module.__class__ = change.cls
+                continue
             if change.owned:
                 change.parameter.data = change.module.weight.contiguous()
             del change.module.__dict__["_packing"]
@@ -150,7 +201,7 @@ def _weight_first(module: Any) -> None:
 
 
 def optimize_for_cpu(model: nn.Module, *, method: Method | None = None) -> Optimized:
-    """Pack the weights of a model's linear layers for this processor; for inference.
+    """Pack the weights of a model's linear layers for this processor, and fuse its RMS norms; for inference.
 
     No weight is held twice, except one that another module uses as well (a tied embedding): that stays, and the linear
     layer gets a packed copy. Layers that are not on the CPU, not exactly `nn.Linear` or `Conv1D`, or small, stay as
@@ -169,6 +220,8 @@ def optimize_for_cpu(model: nn.Module, *, method: Method | None = None) -> Optim
     choose: Callable[[torch.dtype], Method | None] = best_method if method is None else lambda dtype: method
     chosen: dict[torch.dtype, Method | None] = {}
     for module in model.modules():
+        if norm := _fuse_norm(module):
+            changes.append(norm)
         cls = _packed_class(type(module))
         weight = module._parameters.get("weight")
         if cls is None or weight is None or weight.device.type != "cpu" or weight.numel() < _SMALLEST:

@@ -145,6 +145,44 @@ def test_gpt2_s_transposed_layers_are_packed_too(method: Method) -> None:
     assert layer.weight.is_contiguous()
 
 
+class RMSNorm(nn.Module):
+    """As in Llama, or with Gemma's weight of 1 + w."""
+
+    def __init__(self, width: int, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.eps = 1e-5
+        self.offset = offset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.weight + self.offset) * wide.to(x.dtype)
+
+
+@pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("width", [64, 75, 576])
+@torch.no_grad()
+def test_a_norm_is_fused_and_gives_the_same(dtype: torch.dtype, width: int) -> None:
+    norm = RMSNorm(width).to(dtype)
+    x = torch.randn(3, 50, width).to(dtype)
+    expected = norm(x)
+    handle = optimize_for_cpu(norm)
+    assert (handle.num_fused, handle.num_packed) == (1, 0)
+    torch.testing.assert_close(norm(x), expected, rtol=8 * torch.finfo(dtype).eps, atol=0)
+    torch.testing.assert_close(norm(x.transpose(0, 1)), expected.transpose(0, 1), rtol=0.02, atol=0)
+    handle.undo()
+    assert type(norm) is RMSNorm
+    assert torch.equal(norm(x), expected)
+
+
+def test_a_norm_that_computes_something_else_stays() -> None:
+    norm = RMSNorm(64, offset=1.0)
+    assert optimize_for_cpu(norm).num_fused == 0
+    assert type(norm) is RMSNorm
+
+
 def test_nothing_is_packed_on_other_devices_or_in_other_dtypes() -> None:
     assert optimize_for_cpu(nn.Linear(96, 96, device="meta")).num_packed == 0
     assert optimize_for_cpu(nn.Linear(96, 96, dtype=torch.float64)).num_packed == 0

@@ -136,6 +136,7 @@ def load() -> Path:
     torch.library.register_fake("paged_kv::attend", _fake_attend)
     torch.library.register_fake("paged_kv::write", _fake_write)
     torch.library.register_fake("paged_kv::linear", _fake_linear)
+    torch.library.register_fake("paged_kv::rms_norm", _fake_norm)
     return library
 
 
@@ -151,6 +152,11 @@ def _fake_write(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots:
 def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     _require_one_device(x, packed, bias)
     return x.new_empty((*x.shape[:-1], columns))
+
+
+def _fake_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    _require_one_device(x, weight)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _require_one_device(*arguments: object) -> None:

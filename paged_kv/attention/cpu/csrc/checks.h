@@ -27,7 +27,8 @@ void dispatch(at::ScalarType dtype, F&& fn) {
   switch (dtype) {
     case at::kBFloat16: fn(c10::BFloat16{}); break;
     case at::kHalf: fn(c10::Half{}); break;
-    default: fn(float{}); break;
+    case at::kFloat: fn(float{}); break;
+    default: REQUIRE(false, "tensors must be float32, bfloat16 or float16, but are ", dtype);
   }
 }
 

@@ -6,6 +6,7 @@
 #include "attend.h"
 #include "checks.h"
 #include "linear.h"
+#include "norm.h"
 
 namespace paged_kv {
 namespace {
@@ -177,6 +178,7 @@ TORCH_LIBRARY(paged_kv, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
   m.def("unpack_linear(Tensor packed, int columns) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor");
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("write(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor slots) -> ()");
 }
 
@@ -186,6 +188,7 @@ TORCH_LIBRARY_IMPL(paged_kv, CPU, m) {
   m.impl("pack_linear", pack_linear);
   m.impl("unpack_linear", unpack_linear);
   m.impl("linear", linear);
+  m.impl("rms_norm", rms_norm);
 }
 
 }  // namespace paged_kv
