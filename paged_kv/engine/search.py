@@ -74,7 +74,7 @@ class Searcher:
                 rows += group
                 lines += [span.first + span.count - 1] * len(group)
         if rows:
-            self._sample(rows, logits if len(lines) == len(logits) else logits[lines])
+            self._sample(rows, logits if lines == [*range(len(logits))] else logits[lines])
         for request, spans in beams.items():
             self._move_beams(request, spans, logits)
         return {span.row.request for span in batch.spans}
