@@ -70,6 +70,7 @@ class Generate:
             model.set_attn_implementation("folded_group")
 
     def run(self, name: str, jobs: list[Job]) -> tuple[float, int, list[list[int]]]:
+        """Static batches; see `Peer.run`."""
         import torch
         from transformers.generation.streamers import BaseStreamer
 
@@ -110,7 +111,7 @@ class Generate:
                 eos_token_id=None,
                 streamer=clock if len(batch) == 1 else None,
             )
-            # A batch's first tokens come after its prefill; without a streamer (batches) the share of it is estimated.
+            # transformers streams single rows only: the first tokens of a batch are seen when the batch is done.
             ended = time.perf_counter()
             firsts += [(clock.first or ended) - start] * len(batch)
             most = max(most, len(batch) * (longest + steps) * _bytes_per_token(self._model))
@@ -147,6 +148,7 @@ class PagedKV:
         self.llm = LLM(model, **options)
 
     def run(self, name: str, jobs: list[Job]) -> tuple[float, int, list[list[int]]]:
+        """One call of `LLM.generate`; see `Peer.run`."""
         from paged_kv.engine import SamplingParams
 
         start = time.perf_counter()
@@ -165,7 +167,7 @@ def _bytes_per_token(model: Any) -> int:
     return sum(spec.bytes_per_token for spec in KVSpec.from_model(model))
 
 
-# -- processes -----------------------------------------------------------------------------------------------------------
+# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 def _serve(connection: Connection, peer_name: str, settings: dict[str, Any]) -> None:
@@ -207,16 +209,18 @@ class Process:
         self._connection.recv()
 
     def run(self, name: str, jobs: list[Job]) -> Figures:
+        """Have the process do the jobs, and wait."""
         self._connection.send((name, jobs))
         figures: Figures = self._connection.recv()
         return figures
 
     def close(self) -> None:
+        """End the process."""
         self._connection.send(None)
         self._process.join()
 
 
-# -- report --------------------------------------------------------------------------------------------------------------
+# -- report ------------------------------------------------------------------------------------------------------------
 
 
 def measure(names: list[str], peers: list[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -254,6 +258,7 @@ def _record(name: str, peer: str, figures: list[Figures], runs: dict[str, list[F
         "requests": len(figures[0].tokens),
         "seconds": seconds,
         "tokens_per_second": output / seconds,
+        "cpu_ratio": statistics.median(run.cpu_seconds for run in base) / statistics.median(_cpu(figures)),
         "ratio": statistics.median(run.seconds for run in base) / seconds,
         "first_token": statistics.median(run.first_token for run in figures),
         "cpu_seconds": statistics.median(run.cpu_seconds for run in figures),
@@ -262,6 +267,10 @@ def _record(name: str, peer: str, figures: list[Figures], runs: dict[str, list[F
         "same_tokens": alike / sum(len(run.tokens) for run in figures),
         "runs": [asdict(run) | {"tokens": None} for run in figures],
     }
+
+
+def _cpu(figures: list[Figures]) -> list[float]:
+    return [run.cpu_seconds for run in figures]
 
 
 def _pairs(run: Figures, other: Figures) -> zip[tuple[list[int], list[int]]]:
@@ -276,7 +285,8 @@ def show(records: list[dict[str, Any]]) -> None:
     for record in records:
         print(
             f"{record['workload']:3}{record['peer']:22}{record['requests']:9}{record['seconds']:9.2f}"
-            f"{record['tokens_per_second']:8.1f}{record['ratio']:7.2f}{record['first_token']:8.2f}"
+            f"{record['cpu_seconds']:8.2f}{record['tokens_per_second']:8.1f}{record['ratio']:7.2f}"
+            f"{record['cpu_ratio']:11.2f}{record['first_token']:8.2f}"
             f"{record['kv_bytes'] / 1e6:7.0f}{record['rss_bytes'] / 1e6:8.0f}  {record['same_tokens']:.0%}"
         )
 

@@ -92,7 +92,7 @@ class Engine:
         self.options = options or EngineOptions()
         self.tokenizer = tokenizer
         self._clock = clock
-        self._max_len = _max_len(model, self.options.max_model_len)
+        self.max_len = _max_len(model, self.options.max_model_len)
         self._eos_ids = frozenset(_eos_ids(model))
         specs = KVSpec.from_model(model, page_size=self.options.page_size, lanes=self.options.lanes)
         budget = Budget.of(
@@ -169,7 +169,7 @@ class Engine:
             priority=priority,
             scope=scope,
             prompt=text,
-            max_len=self._max_len,
+            max_len=self.max_len,
             logits_from=logits_from,
         )
         try:
@@ -238,7 +238,7 @@ class Engine:
         highest = max(*ids, *params.stop_token_ids, *(params.logit_bias or {}), 0)
         if highest >= vocab:
             raise InvalidRequest(f"token id {highest} is outside the model's vocabulary of {vocab}")
-        room = self._max_len - (params.max_tokens != 0)
+        room = self.max_len - (params.max_tokens != 0)
         if len(ids) > room:
             raise InvalidRequest(f"the prompt has {len(ids)} tokens, the model takes at most {room}")
         if params.stop and self.tokenizer is None:

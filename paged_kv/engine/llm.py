@@ -183,7 +183,18 @@ class LLM:
         Raises:
             InvalidRequest: An empty continuation, or one that cannot be run.
         """
-        pairs = [self._split(prompt, continuation) for continuation in continuations]
+        return self.score_tokens([self._split(prompt, each) for each in continuations], use_tqdm=use_tqdm)
+
+    def score_tokens(self, pairs: Sequence[tuple[list[int], int]], *, use_tqdm: bool = False) -> list[Score]:
+        """How likely the tokens from a position on are, after those before it.
+
+        Args:
+            pairs: Token ids, and where the scored ones begin, at least 1.
+            use_tqdm: Show a progress bar on stderr.
+
+        Raises:
+            InvalidRequest: Tokens that cannot be run.
+        """
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
         work = [({"prompt_token_ids": ids, "logits_from": start - 1}, params, 0) for ids, start in pairs]
         scores: list[Score | None] = [None] * len(pairs)

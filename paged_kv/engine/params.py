@@ -49,7 +49,7 @@ class SamplingParams:
         skip_special_tokens: Leave special tokens out of the text.
         logits_processors: Custom `transformers` processors, called for this request alone.
         compression: When and how to crop, see `paged_kv.engine.compress.Compression`; None keeps all tokens.
-        structured: A grammar that the output must follow, see `paged_kv.engine.structured`.
+        structured: A processor that keeps the output to a grammar, as grammar libraries build them for transformers.
         extra: Free for the caller.
     """
 
