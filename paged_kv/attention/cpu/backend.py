@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from paged_kv.attention.base import AttentionOptions
-from paged_kv.attention.cpu.build import why_not
+from paged_kv.attention.cpu.build import load, why_not
 from paged_kv.store import LayerView
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -36,7 +36,9 @@ class CpuBackend:
 
         Raises:
             ValueError: Input that does not fit; the message names the value.
+            KernelUnavailable: There is no kernel here, and `unsupported` was not asked.
         """
+        load()
         out: Tensor = torch.ops.paged_kv.attend(
             query if query.stride(-1) == 1 else query.contiguous(),
             view.keys,
@@ -65,5 +67,7 @@ def write_pages(view_keys: Tensor, view_values: Tensor, key: Tensor, value: Tens
 
     Raises:
         ValueError: Input that does not fit; nothing is written.
+        KernelUnavailable: There is no kernel here.
     """
+    load()
     torch.ops.paged_kv.write(view_keys, view_values, key, value, slots)
