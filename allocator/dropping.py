@@ -43,10 +43,10 @@ def _row_lens_after(core: Core, slot: int, count: int) -> Int32:
     tables = core.tables
     seen = int(tables.seen[slot]) - count
     lens, stored = tables.lens[slot], tables.kept_len[slot]
-    after: Int32 = np.where(tables.grows, lens - count, lens).astype(np.int32)
+    after: Int32 = np.where(tables.grows, np.maximum(lens - count, 0), lens).astype(np.int32)
     for row in np.flatnonzero(tables.grows & (after < stored)).tolist():
         after[row] = np.searchsorted(tables.kept_row(slot, row), seen)
-    return np.maximum(after, 0)
+    return after
 
 
 def _clear_ends(core: Core, slots: Int64, before: Int32, after: Int32) -> Int32:
@@ -72,12 +72,12 @@ def slide(core: Core, slots: Int64, windows: Int64, margin: int) -> Plan:
         return EMPTY_PLAN
     lens = tables.lens_of(slots)[:, rows].astype(np.int64)
     oldest = tables.seen[slots][:, None] - windows[rows] + 1 - margin  # first position that must stay
-    behind = np.minimum(oldest - (tables.seen[slots][:, None] - lens), lens)  # live indices below it, in a plain run
+    behind = np.clip(oldest - (tables.seen[slots][:, None] - lens), 0, lens)  # live indices below it, in a plain run
     stored = np.where(tables.diverged[slots][:, None], tables.kept_len[slots][:, rows], 0)
     for at, row in zip(*np.nonzero(behind < stored), strict=True):
         kept = tables.kept_row(int(slots[at]), int(rows[row]))
         behind[at, row] = np.searchsorted(kept, oldest[at, row])
-    gone = np.maximum(behind, 0) // size
+    gone = behind // size
     sliding = np.flatnonzero(gone.any(axis=1))
     dropped = [_drop_columns(core, int(slots[at]), rows, gone[at]) for at in sliding.tolist()]
     return Plan(freed=core.release(np.concatenate(dropped))) if dropped else EMPTY_PLAN

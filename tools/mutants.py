@@ -116,8 +116,8 @@ MUTANTS = [
     Mutant(
         "slide drops a page that is partly visible",
         "dropping.py",
-        "    gone = np.maximum(behind, 0) // size\n",
-        "    gone = tables.pages_for(np.maximum(behind, 0))\n",
+        "    gone = behind // size\n",
+        "    gone = tables.pages_for(behind)\n",
     ),
     Mutant(
         "positions start anew after a crop",

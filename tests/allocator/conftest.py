@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 _COMMON = settings(derandomize=False, deadline=None, print_blob=True, suppress_health_check=_SLOW)
 
-settings.register_profile("allocator", _COMMON, max_examples=100, stateful_step_count=40)
+settings.register_profile("allocator", _COMMON, max_examples=50, stateful_step_count=40)
 settings.register_profile("allocator-quick", _COMMON, max_examples=20, stateful_step_count=40)
 # One fault at a time: the first failure will do, and nobody reads a shrunk example.
 settings.register_profile(

@@ -106,6 +106,20 @@ def test_windows_slide_over_what_crops_left() -> None:
     allocator.check()
 
 
+def test_windows_longer_than_what_was_seen_drop_nothing() -> None:
+    allocator = BlockAllocator(60, page_size=2, num_layers=2, windows=[20, 3])
+    seq = allocator.open().seq
+    allocator.append([seq], 10)
+    assert allocator.slide([seq]).freed == 4
+    assert allocator.slide([seq]) == EMPTY_PLAN
+    assert allocator.positions(seq, 0).tolist() == [*range(10)]
+    allocator.truncate([seq], 9)  # further back than the second layer still reaches
+    assert [allocator.positions(seq, layer).tolist() for layer in (0, 1)] == [[0], []]
+    allocator.append([seq], 3)
+    assert [allocator.positions(seq, layer).tolist() for layer in (0, 1)] == [[0, 1, 2, 3], [1, 2, 3]]
+    allocator.check()
+
+
 @pytest.mark.parametrize(("prefix", "partial"), [(False, False), (True, False), (True, True)])
 def test_a_restored_allocator_goes_on_as_the_original(prefix: bool, partial: bool) -> None:
     def build() -> BlockAllocator:
