@@ -55,6 +55,12 @@ def layer_windows(config: Any) -> dict[int, int | None]:
     }
 
 
+def layer_config(config: Any, layer: int) -> Any:
+    """The config of one layer, where a release lets layers differ; the whole config elsewhere."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[layer]
+
+
 def attention_of(model_or_config: Any) -> str | None:
     """The name of the attention that a model, or a model of this config, runs now."""
     config = getattr(model_or_config, "config", model_or_config)
@@ -71,6 +77,14 @@ def biases_by_distance(config: Any) -> bool:
         config.model_type == "bloom"
         or bool(getattr(attention, "alibi", False))
         or hasattr(config, "relative_attention_num_buckets")
+    )
+
+
+def needs_dense_keys(config: Any) -> bool:
+    """Whether a model works on what `update` returns before its attention: expands it (MLA) or measures it (T5)."""
+    return (
+        getattr(config, "kv_lora_rank", None) is not None
+        or getattr(config, "relative_attention_num_buckets", None) is not None
     )
 
 

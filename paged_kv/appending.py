@@ -21,11 +21,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from allocator import KVError
 from paged_kv import _compat
 from paged_kv.batch import BatchSizeChanged, PagedBatch
-from paged_kv.forward import ATTENTION, HANDLE, Forward, LayerHandle
+from paged_kv.forward import ATTENTION, HANDLE, Forward, LayerHandle, without_graph
 from paged_kv.layers import PagedLayer
 from paged_kv.memory import Budget, PagedMemory
 from paged_kv.rows import RowMap, pack
-from paged_kv.spec import KVSpec, Lanes, learn_specs
+from paged_kv.spec import KVSpec, Lanes, learn_specs, shape_of
 
 
 class AppendingCache(DynamicCache):
@@ -122,9 +122,11 @@ class AppendingCache(DynamicCache):
         if forward.step is None:
             forward.stash[layer_idx] = (key_states, value_states)
             return key_states, value_states
-        forward.step.write(layer_idx, pack(key_states, forward.packing), pack(value_states, forward.packing))
+        keys, values = key_states.detach(), value_states.detach()
+        forward.step.write(layer_idx, pack(keys, forward.packing), pack(values, forward.packing))
         if not self._reads_pages():
-            return self._dense(layer_idx, forward.num_columns)
+            dense = self._dense(layer_idx, forward.num_columns)
+            return without_graph(dense[0], key_states), without_graph(dense[1], value_states)
         assert self._batch is not None
         setattr(key_states, HANDLE, LayerHandle(layer_idx, forward, self._batch))
         return key_states, value_states
@@ -173,8 +175,9 @@ class AppendingCache(DynamicCache):
         batch = PagedBatch(self._pages(), forward.rows.num_rows)
         real = None if forward.rows.is_dense else forward.rows.real()
         step = batch.append(forward.num_columns, real)
-        for index, (keys, values) in forward.stash.items():
-            step.write(index, pack(keys, forward.packing), pack(values, forward.packing))
+        for index, states in forward.stash.items():
+            keys, values = (pack(part.detach(), forward.packing) for part in states)
+            step.write(index, keys, values)
         for index, (keys, values) in forward.assigned.items():
             batch.assign(index, keys, values, 0)
         self._batch, self._forward = batch, None
@@ -185,8 +188,7 @@ class AppendingCache(DynamicCache):
         if layer_idx not in memory.layers:
             return False
         spec = memory.place(layer_idx)[0].spec
-        given = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
-        return given == (spec.num_kv_heads, spec.key_width, spec.value_width, spec.dtype, spec.device)
+        return shape_of(keys, values) == (spec.num_kv_heads, spec.key_width, spec.value_width, spec.dtype, spec.device)
 
     def _unlearn(self, forward: Forward, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Fall back to learning: the config promised another shape than the first forward brings.
@@ -247,10 +249,10 @@ class AppendingCache(DynamicCache):
 
     def _reads_pages(self) -> bool:
         """Whether the attention that runs now reads pages by handle; else it needs dense tensors."""
-        return self._is_paged() and getattr(self._config, "kv_lora_rank", None) is None
+        return self._is_paged() and not _compat.needs_dense_keys(self._config)
 
     def _is_paged(self) -> bool:
-        """Whether the model's attention is ours. MLA models expand what `update` returns first, so need it dense."""
+        """Whether the model's attention is ours."""
         return self._config is not None and _compat.attention_of(self._config) == ATTENTION
 
     def _paged_layers(self) -> list[PagedLayer]:

@@ -29,6 +29,10 @@ class EmptyCache(KVError):
     """Raised when a cache without tokens is asked about its pages. Do: run a forward first."""
 
 
+class BehindWindow(KVError, RuntimeError):
+    """Raised by a rollback into tokens that slid out of a window. Do: `activate_past_recording()` beforehand."""
+
+
 class PagedCache(AppendingCache):
     """A drop-in for `DynamicCache`: every layer of every row has its own page table over one shared pool.
 
@@ -203,8 +207,30 @@ class PagedCache(AppendingCache):
             if not isinstance(layer, PagedLayer):
                 layer.crop(tokens_to_remove)
         count = _compat.tokens_to_remove(tokens_to_remove, self.get_seq_length())
-        if self._batch is not None and count:
+        if self._batch is None:
+            return
+        if count:
+            self._require_window(count)
             self._batch.drop(count)
+        if any(layer.record_past for layer in self._paged_layers()):
+            self._batch.memory.slide(self._batch.seqs)
+
+    def _require_window(self, count: int) -> None:
+        """Refuse to roll back `count` columns into tokens that slid out of a window and were freed."""
+        batch = self._batch
+        assert batch is not None
+        windows = {layer: self.layers[layer].sliding_window for layer in batch.memory.layers}
+        for row, (seq, lost) in enumerate(zip(batch.seqs, batch.rows.counts(count), strict=True)):
+            seen = batch.memory.seen_len(seq)
+            for layer, window in windows.items():
+                if window is None or layer in batch.cropped or seen <= window:
+                    continue
+                first = int(batch.memory.positions(seq, layer)[0])
+                if first > max(0, seen - lost - window + 1):
+                    raise BehindWindow(
+                        f"layer {layer} of row {row} freed the tokens before position {first}, which its window of "
+                        f"{window} needs after a rollback of {lost}; call activate_past_recording() before the drafts"
+                    )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make row `i` what row `beam_idx[i]` was (beam search). Repeated rows share their pages until written."""
@@ -338,8 +364,8 @@ class PagedCache(AppendingCache):
     def _cropable(self, layer_idx: int) -> PagedBatch:
         if _compat.biases_by_distance(self._config):
             raise UnsupportedModel(
-                f"{self._config.model_type} models bias attention by the distance between columns, which a crop would "
-                "change: their layers cannot be cropped"
+                f"{type(self._config).__name__}: the model biases attention by the distance between columns, which a "
+                "crop would change, so its layers cannot be cropped"
             )
         self._settle()
         if self._batch is None:

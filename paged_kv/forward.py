@@ -7,10 +7,12 @@ Does not know: how a cache begins or ends a forward, how attention is computed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from allocator import KVError
 from paged_kv.batch import PagedBatch
 from paged_kv.memory import Step
 from paged_kv.rows import RowMap, pack, unpack
@@ -34,6 +36,30 @@ class MaskLength(int):
         number = super().__new__(cls, length)
         number.cache = cache
         return number
+
+
+class GradientsNeeded(KVError):
+    """Raised by a backward pass that would go through pages. Do: train without a paged cache (`use_cache=False`)."""
+
+
+class _NoWayBack(torch.autograd.Function):
+    """The identity, whose backward pass raises: what was read from pages remembers no graph."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, *origins: Tensor) -> Tensor:
+        return states.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise GradientsNeeded("gradients do not flow through pages: train without a paged cache (use_cache=False)")
+
+
+def without_graph(states: Tensor, *origins: Tensor) -> Tensor:
+    """`states` read from pages, made to raise in a backward pass where one of its `origins` needs a gradient."""
+    if torch.is_grad_enabled() and any(origin.requires_grad for origin in origins):
+        guarded: Tensor = _NoWayBack.apply(states, *origins)  # type: ignore[no-untyped-call]
+        return guarded
+    return states
 
 
 @dataclass(slots=True)

@@ -8,6 +8,7 @@ Does not know: transformers' cache interface, attention, policies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,28 @@ class Group:
     spec: KVSpec
     allocator: BlockAllocator
     store: PageStore
+    is_prefix_cached: bool
+
+    @classmethod
+    def empty(cls, spec: KVSpec, num_pages: int, enable_prefix_caching: bool) -> Group:
+        """A pool of free pages and their tensors, null page included."""
+        allocator = BlockAllocator(
+            num_pages,
+            page_size=spec.page_size,
+            num_layers=len(spec.layers),
+            lanes=spec.lanes,
+            windows=spec.windows,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        return cls(spec, allocator, PageStore(spec, num_pages), enable_prefix_caching)
+
+    def copy(self) -> Group:
+        """The same pages and tables in tensors of their own; sequence ids stay valid in it."""
+        twin = Group.empty(self.spec, self.store.num_pages, self.is_prefix_cached)
+        twin.allocator.restore(self.allocator.snapshot())
+        twin.store.keys.copy_(self.store.keys)
+        twin.store.values.copy_(self.store.values)
+        return twin
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +142,7 @@ class PagedMemory:
             share = spec.bytes_per_token / weight
             self._max_pages.append(max(2, int(budget.max_bytes * share) // spec.bytes_per_page))
             num_pages = max(2, int(budget.initial_bytes * share) // spec.bytes_per_page)
-            allocator = BlockAllocator(
-                num_pages,
-                page_size=spec.page_size,
-                num_layers=len(spec.layers),
-                lanes=spec.lanes,
-                windows=spec.windows,
-                enable_prefix_caching=enable_prefix_caching and len(specs) == 1,
-            )
-            group = Group(spec, allocator, PageStore(spec, num_pages))
+            group = Group.empty(spec, num_pages, enable_prefix_caching and len(specs) == 1)
             self.groups.append(group)
             for index, layer in enumerate(spec.layers):
                 self._place[layer] = (group, index)
@@ -242,6 +257,14 @@ class PagedMemory:
     def preempt(self, seq: SeqId) -> int:
         """Take a running sequence's pages back, to be opened again later; returns how many became free."""
         return sum(_applied(group, group.allocator.preempt(seq)) for group in self.groups)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PagedMemory:
+        twin = copy(self)
+        memo[id(self)] = twin
+        twin.groups = [group.copy() for group in self.groups]
+        index = {id(group): place for place, group in enumerate(self.groups)}
+        twin._place = {layer: (twin.groups[index[id(group)]], at) for layer, (group, at) in self._place.items()}
+        return twin
 
     # -- one forward pass --------------------------------------------------------------------------------------------
 

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from allocator import KVError
-from paged_kv._compat import layer_windows, text_config
+from paged_kv._compat import layer_config, layer_windows, text_config
 
 Lanes = Literal["layer", "head"]
+
+#: KV heads, key width, value width, element type and place of a layer.
+Shape = tuple[int, int, int, torch.dtype, torch.device]
 
 
 class UnsupportedModel(KVError):
@@ -109,19 +112,11 @@ class KVSpec:
         dtype = dtype or getattr(model_or_config, "dtype", None) or getattr(config, "dtype", None) or torch.float32
         device = torch.device(device or getattr(model_or_config, "device", None) or "cpu")
         windows = layer_windows(config)
-        num_heads, width = _heads(config), _head_width(config)
-        spec = cls(
-            layers=tuple(windows),
-            num_kv_heads=num_heads,
-            key_width=width,
-            value_width=width,
-            dtype=dtype,
-            device=device,
-            windows=tuple(windows.values()),
-            page_size=page_size,
-            lanes=num_heads if lanes == "head" else 1,
-        )
-        return (spec,)
+        shapes = {}
+        for layer in windows:
+            own = layer_config(config, layer)
+            shapes[layer] = (_heads(own), _head_width(own), _head_width(own), dtype, device)
+        return _grouped(shapes, windows, page_size, lanes)
 
 
 def learn_specs(
@@ -132,9 +127,22 @@ def learn_specs(
     lanes: Lanes,
 ) -> tuple[KVSpec, ...]:
     """Group layers by the K and V `[rows, kv_heads, tokens, width]` that a first forward brought for each."""
-    groups: dict[tuple[int, int, int, torch.dtype, torch.device], list[int]] = {}
-    for layer, (keys, values) in sorted(states.items()):
-        shape = (keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, keys.device)
+    shapes = {layer: shape_of(keys, values) for layer, (keys, values) in sorted(states.items())}
+    return _grouped(shapes, windows, page_size, lanes)
+
+
+def shape_of(keys: Tensor, values: Tensor) -> Shape:
+    """What pages must be like to hold K and V `[rows, kv_heads, tokens, width]`; under autocast their types differ."""
+    dtype = torch.promote_types(keys.dtype, values.dtype)
+    return keys.shape[1], keys.shape[3], values.shape[3], dtype, keys.device
+
+
+def _grouped(
+    shapes: Mapping[int, Shape], windows: Mapping[int, int | None], page_size: int, lanes: Lanes
+) -> tuple[KVSpec, ...]:
+    """One spec per shape, in the order of their first layers."""
+    groups: dict[Shape, list[int]] = {}
+    for layer, shape in shapes.items():
         groups.setdefault(shape, []).append(layer)
     return tuple(
         KVSpec(

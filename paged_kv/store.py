@@ -69,7 +69,9 @@ class PageStore:
     def _new(self, num_pages: int, width: int) -> Tensor:
         spec = self.spec
         shape = (num_pages, spec.heads_per_lane, spec.page_size, width)
-        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        # A tensor born in inference mode could never be written outside of it.
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     @property
     def num_pages(self) -> int:
@@ -93,8 +95,8 @@ class PageStore:
 
     def write_at(self, keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> None:
         """As `write`, with each slot's page and offset in it, int64 `[lanes, tokens]`, computed before."""
-        self.keys[pages, :, offsets] = self._by_lane(keys)
-        self.values[pages, :, offsets] = self._by_lane(values)
+        self.keys[pages, :, offsets] = self._by_lane(keys).to(self.spec.dtype)
+        self.values[pages, :, offsets] = self._by_lane(values).to(self.spec.dtype)
 
     def _by_lane(self, states: Tensor) -> Tensor:
         """`[tokens, kv_heads, width]` as `[lanes, tokens, heads_per_lane, width]`."""

@@ -19,7 +19,7 @@ from paged_kv.attention.base import AttentionOptions, handle_of
 from paged_kv.attention.masks import LazyMask, paged_mask, take_columns
 from paged_kv.attention.sdpa import attend_dense
 from paged_kv.attention.select import pick_backend
-from paged_kv.forward import ATTENTION, LayerHandle
+from paged_kv.forward import ATTENTION, LayerHandle, without_graph
 
 #: The engine's name for the same attention: without a mask function, so that no mask is made.
 PACKED_ATTENTION = "paged_kv_packed"
@@ -48,7 +48,7 @@ def paged_attention(
         attention_mask: A `LazyMask`, a tensor in columns, or None.
         dropout: For training; used only where dense tensors go to SDPA.
         scaling: Factor on the logits; `key_width ** -0.5` by default.
-        kwargs: `softcap`, `s_aux` (sinks), `is_causal`, and others that are not needed.
+        kwargs: `softcap`, `s_aux` (sinks), `position_bias`, and others that are not needed.
 
     Returns:
         `[rows, queries, q_heads, value_width]`, and None for the weights.
@@ -57,7 +57,9 @@ def paged_attention(
     options = AttentionOptions(scale=scale, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
     handle = handle_of(key)
     if isinstance(handle, LayerHandle) and query.shape[2] == handle.forward.num_columns:
-        return _attend_rows(handle, query, attention_mask, options), None
+        with torch.no_grad():
+            out = _attend_rows(handle, query, attention_mask, options)
+        return without_graph(out, query), None
     if handle is not None and not isinstance(handle, LayerHandle):
         return handle.attend(query, options), None
     if isinstance(attention_mask, LazyMask):
@@ -77,7 +79,8 @@ def _attend_rows(handle: LayerHandle, query: Tensor, mask: Any, options: Attenti
     if mask is None or (isinstance(mask, LazyMask) and mask.is_range):
         view = step.view(handle.layer, None if mask is None else mask.window)
         backend = _pick(query.device, name=handle.forward.backend)
-        return handle.unpack(backend.attend(handle.pack(query), view, options))
+        packed = handle.pack(query).to(view.keys.dtype)  # under autocast, queries and values differ from the pages
+        return handle.unpack(backend.attend(packed, view, options)).to(query.dtype)
     batch = handle.batch
     columns = batch.live_columns(handle.layer)
     live = take_columns(mask.build() if isinstance(mask, LazyMask) else mask, columns)
