@@ -15,6 +15,19 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class RecentQueries:
+    """The newest queries of one layer of one sequence, as its attention saw them.
+
+    Attributes:
+        states: `[q_heads, queries, key_width]`, the last one at position `seen_len - 1`, without gaps.
+        scale: Factor on the logits.
+    """
+
+    states: Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class LiveTokens:
     """The live tokens of one layer of one sequence: private copies, one entry per lane.
 
@@ -24,6 +37,7 @@ class LiveTokens:
         values: Per lane `[heads_per_lane, live, value_width]`.
         positions: Per lane int64 `[live]`, original positions, ascending.
         seen_len: Tokens appended so far; positions are below it.
+        queries: The newest queries, if they are recorded; see `PagedMemory.record_queries`.
     """
 
     layer: int
@@ -31,6 +45,7 @@ class LiveTokens:
     values: Sequence[Tensor]
     positions: Sequence[np.ndarray]
     seen_len: int
+    queries: RecentQueries | None = None
 
     @property
     def num_lanes(self) -> int:

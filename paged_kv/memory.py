@@ -27,6 +27,7 @@ from allocator import (
     Verdict,
 )
 from paged_kv.live import LiveTokens
+from paged_kv.queries import QueryWindow
 from paged_kv.spec import KVSpec, available_bytes
 from paged_kv.store import LayerView, PageStore
 
@@ -134,6 +135,7 @@ class PagedMemory:
     def __init__(self, specs: Sequence[KVSpec], budget: Budget, *, enable_prefix_caching: bool = False) -> None:
         """Build allocators and stores; several groups share the budget in proportion to their bytes per token."""
         self.budget = budget
+        self.queries: QueryWindow | None = None
         weight = sum(spec.bytes_per_token for spec in specs)
         self._max_pages = []
         self.groups: list[Group] = []
@@ -248,19 +250,35 @@ class PagedMemory:
     def fork(self, seq: SeqId, n: int = 1) -> list[SeqId]:
         """Open `n` sequences that share all pages of `seq`; a shared page is copied before it is written."""
         forks = [group.allocator.fork(seq, n) for group in self.groups]
+        if self.queries is not None:
+            self.queries.fork(seq, forks[0])
         return forks[0]
 
     def close(self, seq: SeqId) -> int:
         """Give a sequence's pages back; returns how many became free. Its id is stale from now on."""
-        return sum(_applied(group, group.allocator.close(seq)) for group in self.groups)
+        freed = sum(_applied(group, group.allocator.close(seq)) for group in self.groups)
+        if self.queries is not None:
+            self.queries.forget(seq)
+        return freed
 
     def preempt(self, seq: SeqId) -> int:
         """Take a running sequence's pages back, to be opened again later; returns how many became free."""
         return sum(_applied(group, group.allocator.preempt(seq)) for group in self.groups)
 
+    def record_queries(self, newest: int) -> None:
+        """From the next forward on, keep at least the newest queries of every sequence, for `live_tokens`."""
+        if newest > 0 and (self.queries is None or self.queries.newest < newest):
+            self.queries = QueryWindow(newest)
+
+    def note_queries(self, step: Step, layer: int, queries: Tensor, scale: float) -> None:
+        """Keep a layer's queries `[tokens, q_heads, key_width]` of a step, if `record_queries` asked for them."""
+        if self.queries is not None:
+            self.queries.record(step, self.seen_len, layer, queries, scale)
+
     def __deepcopy__(self, memo: dict[int, object]) -> PagedMemory:
         twin = copy(self)
         memo[id(self)] = twin
+        twin.queries = None if self.queries is None else self.queries.copy()
         twin.groups = [group.copy() for group in self.groups]
         index = {id(group): place for place, group in enumerate(self.groups)}
         twin._place = {layer: (twin.groups[index[id(group)]], at) for layer, (group, at) in self._place.items()}
@@ -325,6 +343,7 @@ class PagedMemory:
             values=[part[:, :n] for part, n in zip(torch.split(values[0], per_lane), live, strict=True)],
             positions=[group.allocator.positions(seq, index, lane) for lane in range(lanes)],
             seen_len=self.seen_len(seq),
+            queries=None if self.queries is None else self.queries.recent(seq, layer, self.seen_len(seq)),
         )
 
     def stats(self) -> list[AllocatorStats]:

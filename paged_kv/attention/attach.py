@@ -76,6 +76,8 @@ def _attend_rows(handle: LayerHandle, query: Tensor, mask: Any, options: Attenti
     """Attend the rows of a batch to their pages; returns `[rows, queries, q_heads, value_width]`."""
     step = handle.forward.step
     assert step is not None
+    if (memory := handle.batch.memory).queries is not None:
+        memory.note_queries(step, handle.layer, handle.pack(query), options.scale)
     if mask is None or (isinstance(mask, LazyMask) and mask.is_range):
         view = step.view(handle.layer, None if mask is None else mask.window)
         backend = _pick(query.device, name=handle.forward.backend)
