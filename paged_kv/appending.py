@@ -22,8 +22,9 @@ from allocator import KVError
 from paged_kv import _compat
 from paged_kv.batch import BatchSizeChanged, PagedBatch
 from paged_kv.forward import ATTENTION, HANDLE, Forward, LayerHandle, without_graph
+from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
-from paged_kv.memory import Budget, PagedMemory
+from paged_kv.memory import PagedMemory
 from paged_kv.rows import RowMap, pack
 from paged_kv.spec import KVSpec, Lanes, learn_specs, shape_of
 

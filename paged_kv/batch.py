@@ -14,8 +14,9 @@ from torch import Tensor
 
 from allocator import KVError, SeqId
 from paged_kv.assign import Survivors, survivors
-from paged_kv.memory import PagedMemory, Step
+from paged_kv.memory import PagedMemory
 from paged_kv.rows import RowMap
+from paged_kv.step import Step
 
 
 class BatchSizeChanged(KVError):

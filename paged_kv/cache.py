@@ -1,39 +1,32 @@
 """`PagedCache`: the drop-in `past_key_values`, a `DynamicCache` whose layers lie in pages.
 
-Owns: transformers' cache contract (lengths, masks, rollback, rows) and cropping by layer and by head.
+Owns: transformers' cache contract (lengths, masks, rollback, rows) and what it says of itself.
 Does not know: how attention is computed; it hands out either dense tensors or a handle to the pages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from allocator import KVError
 from paged_kv import _compat
-from paged_kv.appending import AppendingCache
-from paged_kv.batch import PagedBatch
+from paged_kv.cropping import CroppingCache, EmptyCache
 from paged_kv.forward import ATTENTION, MaskLength
-from paged_kv.keep import Keep, check_budget, keep_by_lane, keep_ends
+from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
-from paged_kv.live import Policy
-from paged_kv.memory import Budget, PagedMemory
+from paged_kv.memory import PagedMemory
 from paged_kv.spec import KVSpec, Lanes, UnsupportedModel
-
-
-class EmptyCache(KVError):
-    """Raised when a cache without tokens is asked about its pages. Do: run a forward first."""
 
 
 class BehindWindow(KVError, RuntimeError):
     """Raised by a rollback into tokens that slid out of a window. Do: `activate_past_recording()` beforehand."""
 
 
-class PagedCache(AppendingCache):
+class PagedCache(CroppingCache):
     """A drop-in for `DynamicCache`: every layer of every row has its own page table over one shared pool.
 
     Layers can be cropped to different lengths; their pages are free for any other layer at once. Reading unequal
@@ -269,125 +262,6 @@ class PagedCache(AppendingCache):
         self._batch = self._forward = self._padding = None
         for layer in self._native_layers():
             layer.reset()
-
-    # -- cropping ----------------------------------------------------------------------------------------------------
-
-    def crop_layer(
-        self,
-        layer_idx: int,
-        keep: Keep | None = None,
-        *,
-        keep_last: int | None = None,
-        sinks: int = 0,
-        row: int | None = None,
-    ) -> int:
-        """Keep some live tokens of one layer and free the pages of the others; positions go on counting.
-
-        Args:
-            layer_idx: Model layer index.
-            keep: Live indices, strictly increasing: one list for all rows, or one per row.
-            keep_last: Instead of `keep`: the newest tokens to keep of each row.
-            sinks: With `keep_last`: the oldest live tokens to keep besides.
-            row: Crop this row alone; all by default.
-
-        Returns:
-            Pages freed.
-
-        Raises:
-            KVError: Unknown layer or row, indices out of order or range, an empty cache; nothing changed.
-        """
-        batch = self._cropable(layer_idx)
-        live = batch.live_lens(layer_idx)
-        rows = self._rows(row)
-        if (keep is None) == (keep_last is None):
-            raise KVError("give exactly one of keep and keep_last")
-        if keep is not None:
-            chosen = keep_by_lane(keep, live, rows)
-        else:
-            assert keep_last is not None
-            chosen = keep_ends(keep_last, sinks, live, rows)
-        return self._crop_rows(batch, rows, [{layer_idx: lanes} for lanes in chosen])
-
-    def crop_heads(self, layer_idx: int, keep: Sequence[Keep], *, row: int | None = None) -> int:
-        """Keep other live tokens in each KV head of one layer; needs `lanes="head"`.
-
-        Args:
-            layer_idx: Model layer index.
-            keep: Per KV head, its live indices, strictly increasing.
-            row: Crop this row alone; all by default.
-
-        Returns:
-            Pages freed.
-
-        Raises:
-            KVError: As `crop_layer`; or a number of heads other than the layer's lanes. Nothing changed.
-        """
-        batch = self._cropable(layer_idx)
-        live = batch.live_lens(layer_idx)
-        if len(keep) != live.shape[0]:
-            hint = "" if live.shape[0] > 1 else '; make the cache with lanes="head" to crop heads apart'
-            raise KVError(f"keep names {len(keep)} heads, layer {layer_idx} has {live.shape[0]} lanes{hint}")
-        rows = self._rows(row)
-        by_head = [keep_by_lane(indices, live[[head]], rows) for head, indices in enumerate(keep)]
-        chosen = [[head[place][0] for head in by_head] for place in range(len(rows))]
-        return self._crop_rows(batch, rows, [{layer_idx: lanes} for lanes in chosen])
-
-    def crop_layers(self, budgets: Mapping[int, int], policy: Policy) -> int:
-        """Crop layers to their budgets by a policy, in one step.
-
-        Args:
-            budgets: Layer index to the number of tokens each lane may keep.
-            policy: Chooses them; see `paged_kv.compression`.
-
-        Returns:
-            Pages freed.
-
-        Raises:
-            KVError: Unknown layer, negative or fractional budget, an empty cache; nothing changed.
-        """
-        for layer_idx, budget in budgets.items():
-            self._cropable(layer_idx)
-            check_budget(layer_idx, budget)
-        batch = self._batch
-        if batch is None or not budgets:
-            return 0
-        rows = self._rows(None)
-        chosen = [
-            {
-                layer_idx: policy.keep(batch.memory.live_tokens(batch.seqs[row], layer_idx), budget)
-                for layer_idx, budget in budgets.items()
-            }
-            for row in rows
-        ]
-        return self._crop_rows(batch, rows, chosen)
-
-    def _cropable(self, layer_idx: int) -> PagedBatch:
-        if _compat.biases_by_distance(self._config):
-            raise UnsupportedModel(
-                f"{type(self._config).__name__}: the model biases attention by the distance between columns, which a "
-                "crop would change, so its layers cannot be cropped"
-            )
-        self._settle()
-        if self._batch is None:
-            raise EmptyCache("the cache holds no tokens: run a forward before cropping")
-        if layer_idx not in self._batch.memory.layers:
-            raise KVError(f"no paged layer {layer_idx}; paged layers are {self._batch.memory.layers}")
-        return self._batch
-
-    def _rows(self, row: int | None) -> list[int]:
-        assert self._batch is not None
-        num_rows = len(self._batch.seqs)
-        if row is not None and not 0 <= row < num_rows:
-            raise KVError(f"row {row} is not among the {num_rows} rows of the cache")
-        return list(range(num_rows)) if row is None else [row]
-
-    @staticmethod
-    def _crop_rows(batch: PagedBatch, rows: list[int], chosen: list[dict[int, Sequence[np.ndarray]]]) -> int:
-        freed = 0
-        for row, layers in zip(rows, chosen, strict=True):
-            keep = {(layer, lane): indices for layer, lanes in layers.items() for lane, indices in enumerate(lanes)}
-            freed += batch.crop(row, keep)
-        return freed
 
     # -- what it holds -----------------------------------------------------------------------------------------------
 

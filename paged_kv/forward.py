@@ -14,8 +14,8 @@ from torch import Tensor
 
 from allocator import KVError
 from paged_kv.batch import PagedBatch
-from paged_kv.memory import Step
 from paged_kv.rows import RowMap, pack, unpack
+from paged_kv.step import Step
 
 if TYPE_CHECKING:
     from paged_kv.cache import PagedCache

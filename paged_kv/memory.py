@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 from allocator import (
     Admission,
     AllocatorStats,
-    BlockAllocator,
     BrokenInvariant,
     KVError,
     OutOfPages,
@@ -26,103 +24,13 @@ from allocator import (
     SeqId,
     Verdict,
 )
+from paged_kv.group import Budget, Group
 from paged_kv.live import LiveTokens
 from paged_kv.queries import QueryWindow
-from paged_kv.spec import KVSpec, available_bytes
-from paged_kv.store import LayerView, PageStore
+from paged_kv.spec import KVSpec
+from paged_kv.step import Step
 
 _SEVERITY = (Verdict.OK, Verdict.LATER, Verdict.NEVER)
-
-#: Pages that a growing pool starts with, per layer and lane.
-INITIAL_PAGES_PER_ROW = 8
-
-
-@dataclass(slots=True)
-class Group:
-    """The layers of one KV shape: page ids in `allocator`, bytes in `store`."""
-
-    spec: KVSpec
-    allocator: BlockAllocator
-    store: PageStore
-    is_prefix_cached: bool
-
-    @classmethod
-    def empty(cls, spec: KVSpec, num_pages: int, enable_prefix_caching: bool) -> Group:
-        """A pool of free pages and their tensors, null page included."""
-        allocator = BlockAllocator(
-            num_pages,
-            page_size=spec.page_size,
-            num_layers=len(spec.layers),
-            lanes=spec.lanes,
-            windows=spec.windows,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        return cls(spec, allocator, PageStore(spec, num_pages), enable_prefix_caching)
-
-    def copy(self) -> Group:
-        """The same pages and tables in tensors of their own; sequence ids stay valid in it."""
-        twin = Group.empty(self.spec, self.store.num_pages, self.is_prefix_cached)
-        twin.allocator.restore(self.allocator.snapshot())
-        twin.store.keys.copy_(self.store.keys)
-        twin.store.values.copy_(self.store.values)
-        return twin
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many bytes the pages may take, and how many are taken at the start.
-
-    Attributes:
-        max_bytes: Never more than this, over all groups.
-        initial_bytes: Taken at once; equal to `max_bytes` for a pool of fixed size.
-    """
-
-    max_bytes: int
-    initial_bytes: int
-
-    @classmethod
-    def of(
-        cls,
-        specs: Sequence[KVSpec],
-        *,
-        num_pages: int | None = None,
-        kv_cache_bytes: int | None = None,
-        memory_fraction: float | None = None,
-    ) -> Budget:
-        """A fixed pool of `num_pages` or `kv_cache_bytes`, or a growing one within a fraction of the free memory.
-
-        Args:
-            specs: The groups that share the budget.
-            num_pages: Pages of a fixed pool, null page included, in each group.
-            kv_cache_bytes: Bytes of a fixed pool, over all groups.
-            memory_fraction: Fraction of the device's free memory up to which the pool grows; 0.9 if nothing is given.
-
-        Raises:
-            ValueError: More than one of the three is given, or one is out of range.
-        """
-        given = [name for name, value in _named(num_pages, kv_cache_bytes, memory_fraction) if value is not None]
-        if len(given) > 1:
-            raise ValueError(f"give at most one of num_pages, kv_cache_bytes and memory_fraction, got {given}")
-        if num_pages is not None:
-            if num_pages < 2:
-                raise ValueError(f"num_pages counts the null page and must be at least 2, got {num_pages}")
-            total = sum(num_pages * spec.bytes_per_page for spec in specs)
-            return cls(total, total)
-        if kv_cache_bytes is not None:
-            smallest = 2 * sum(spec.bytes_per_page for spec in specs)
-            if kv_cache_bytes < smallest:
-                raise ValueError(f"kv_cache_bytes must hold two pages a group ({smallest} bytes), got {kv_cache_bytes}")
-            return cls(kv_cache_bytes, kv_cache_bytes)
-        fraction = 0.9 if memory_fraction is None else memory_fraction
-        if not 0 < fraction <= 1:
-            raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction}")
-        max_bytes = int(available_bytes(specs[0].device) * fraction)
-        rows = sum(len(spec.layers) * spec.lanes * spec.bytes_per_page for spec in specs)
-        return cls(max_bytes, min(max_bytes, INITIAL_PAGES_PER_ROW * rows))
-
-
-def _named(num_pages: int | None, kv_cache_bytes: int | None, fraction: float | None) -> list[tuple[str, object]]:
-    return [("num_pages", num_pages), ("kv_cache_bytes", kv_cache_bytes), ("memory_fraction", fraction)]
 
 
 class PagedMemory:
@@ -288,7 +196,7 @@ class PagedMemory:
 
     def step(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> Step:
         """What a forward pass over the newest `counts` tokens of each sequence needs, after `append`."""
-        return Step(self, seqs, counts)
+        return Step(self.groups, self.place, seqs, counts)
 
     def place(self, layer: int) -> tuple[Group, int]:
         """The group of a model layer and its index there.
@@ -359,92 +267,6 @@ class PagedMemory:
                 raise BrokenInvariant(
                     f"the store holds {group.store.num_pages} pages, the pool {usable} and the null page"
                 )
-
-
-class Step:
-    """Page tables, slots and views of one forward pass, computed once and cut per layer."""
-
-    def __init__(self, memory: PagedMemory, seqs: Sequence[SeqId], counts: Sequence[int]) -> None:
-        """Export the tables of `seqs`, whose newest `counts` tokens are about to be computed."""
-        self._memory = memory
-        self.seqs = list(seqs)
-        self.counts = [int(count) for count in counts]
-        self.num_tokens = sum(self.counts)
-        self.max_query_len = max(self.counts, default=0)
-        start = np.zeros(len(self.counts) + 1, np.int32)
-        np.cumsum(self.counts, out=start[1:])
-        self.query_start_host = start
-        self._tables = {id(group): _Tables.of(group, self.seqs, self.counts) for group in memory.groups}
-        device = memory.groups[0].spec.device
-        self.query_start = torch.from_numpy(start).to(device)
-
-    def slots(self, layer: int) -> Tensor:
-        """Where the new tokens of a layer go: int64 `[lanes, tokens]`."""
-        group, index = self._memory.place(layer)
-        return self._tables[id(group)].slots[index]
-
-    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write the new tokens' K and V `[tokens, kv_heads, width]` into a layer's slots."""
-        group, index = self._memory.place(layer)
-        tables = self._tables[id(group)]
-        group.store.write_at(keys, values, tables.pages[index], tables.offsets[index])
-
-    def view(self, layer: int, window: int | None = None) -> LayerView:
-        """A layer's pages for an attention backend, the new tokens included.
-
-        Args:
-            layer: Model layer index.
-            window: Tokens that a query sees, itself included; None for all live ones.
-        """
-        group, index = self._memory.place(layer)
-        tables = self._tables[id(group)]
-        kv_start = None
-        if window is not None and tables.max_seen > window:
-            start = group.allocator.visible_start(self.seqs, self.counts, index, window)
-            kv_start = torch.from_numpy(start).to(group.spec.device)
-        return LayerView(
-            keys=group.store.keys,
-            values=group.store.values,
-            block_table=tables.block_tables[index],
-            live_lens=tables.live_lens[index],
-            query_start=self.query_start,
-            kv_start=kv_start,
-            max_query_len=self.max_query_len,
-            max_live_len=tables.max_live_len[index],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Tables:
-    """A group's exports for one step, first axis the layers of the group."""
-
-    block_tables: Tensor
-    live_lens: Tensor
-    slots: Tensor
-    pages: Tensor
-    offsets: Tensor
-    max_live_len: list[int]
-    max_seen: int
-
-    @classmethod
-    def of(cls, group: Group, seqs: Sequence[SeqId], counts: Sequence[int]) -> _Tables:
-        allocator, spec = group.allocator, group.spec
-        live = allocator.live_lens(seqs)
-        layers = len(spec.layers)
-
-        def by_layer(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array.reshape(layers, spec.lanes, *array.shape[1:])).to(spec.device)
-
-        slots = by_layer(allocator.slot_mapping(seqs, counts))
-        return cls(
-            block_tables=by_layer(allocator.block_tables(seqs)),
-            live_lens=by_layer(live),
-            slots=slots,
-            pages=slots // spec.page_size,
-            offsets=slots % spec.page_size,
-            max_live_len=live.reshape(layers, -1).max(axis=1, initial=0).tolist(),
-            max_seen=max((allocator.seen_len(seq) for seq in seqs), default=0),
-        )
 
 
 def _applied(group: Group, plan: Plan) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from allocator import Admission
@@ -26,11 +25,11 @@ from paged_kv.engine.runner import Runner, backend_for
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import Limits, Scheduler, StepPlan
 from paged_kv.engine.search import Searcher
+from paged_kv.engine.stats import EngineStats, Meter
 from paged_kv.engine.stopping import watch
-from paged_kv.memory import Budget, PagedMemory
+from paged_kv.group import Budget
+from paged_kv.memory import PagedMemory
 from paged_kv.spec import KVSpec
-
-_COUNTS = ("steps", "prompt", "cached", "computed", "peak", "peak_bytes", "peak_dynamic")
 
 #: Text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -38,33 +37,6 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 class InvalidRequest(ValueError):
     """Raised when a request cannot be run as it is. Do: correct the value that is named."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot of the engine: counts since it was opened, and what is going on now.
-
-    Attributes:
-        peak_bytes: Most bytes of pages in use after a step.
-        peak_dynamic_bytes: Most bytes that transformers' `DynamicCache` would have held for the same rows, unpadded.
-        mean_live_len: Tokens that each paged layer held at the end of a row, mean over the ended rows.
-    """
-
-    num_running: int
-    num_waiting: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_computed_tokens: int
-    num_output_tokens: int
-    num_preemptions: int
-    pages_used: int
-    pages_total: int
-    peak_pages: int
-    pages_freed_by_crops: int
-    peak_bytes: int
-    peak_dynamic_bytes: int
-    mean_live_len: tuple[float, ...]
 
 
 class Engine:
@@ -113,7 +85,7 @@ class Engine:
         self._finished: list[RequestOutput] = []
         self._arrivals = 0
         self._closed = False
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._meter = Meter()
 
     def _limits(self, caching: bool) -> Limits:
         options = self.options
@@ -186,7 +158,7 @@ class Engine:
         request.timings["arrival"] = self._clock()
         self._arrivals += 1
         self._requests[request_id] = request
-        self._counts["prompt"] += len(ids)
+        self._meter.num_prompt_tokens += len(ids)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now and give its pages back; returns what it had, None if it is not running (any more)."""
@@ -282,7 +254,7 @@ class Engine:
             self.memory.truncate(seqs, plan.counts)
             raise
         self._scheduler.advance(plan)
-        self._count(plan)
+        self._meter.note(plan.counts, self.memory, self._scheduler.running)
         self._searcher.verify(batch, logits)
         self._publish(plan)
         self._searcher.crop(plan.rows)
@@ -302,18 +274,6 @@ class Engine:
                     self.memory.commit(row.seq, (row.tokens + row.draft)[: row.num_computed])
         if self._slides and crossed:
             self.memory.slide([row.seq for row in crossed if row.seq is not None])
-
-    def _count(self, plan: StepPlan) -> None:
-        counts = self._counts
-        counts["steps"] += 1
-        counts["computed"] += sum(plan.counts)
-        used = [stats.active_pages for stats in self.memory.stats()]
-        specs = [group.spec for group in self.memory.groups]
-        counts["peak"] = max(counts["peak"], sum(used))
-        held = sum(pages * spec.bytes_per_page for pages, spec in zip(used, specs, strict=True))
-        counts["peak_bytes"] = max(counts["peak_bytes"], held)
-        seen = sum(row.num_computed for row in self._scheduler.running)
-        counts["peak_dynamic"] = max(counts["peak_dynamic"], seen * sum(spec.bytes_per_token for spec in specs))
 
     # -- ends --------------------------------------------------------------------------------------------------------
 
@@ -340,7 +300,7 @@ class Engine:
 
     def _finish(self, request: Request) -> None:
         request.timings["finished"] = self._clock()
-        self._counts["cached"] += request.num_cached_tokens
+        self._meter.num_cached_tokens += request.num_cached_tokens
         self._finished.append(output.of_request(request, self.tokenizer, finished=True))
         del self._requests[request.request_id]
 
@@ -349,22 +309,22 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counts since the engine was opened and the state now."""
         pools = self.memory.stats()
-        counts = self._counts
+        meter = self._meter
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting,
-            num_steps=counts["steps"],
-            num_prompt_tokens=counts["prompt"],
-            num_cached_tokens=counts["cached"],
-            num_computed_tokens=counts["computed"],
+            num_steps=meter.num_steps,
+            num_prompt_tokens=meter.num_prompt_tokens,
+            num_cached_tokens=meter.num_cached_tokens,
+            num_computed_tokens=meter.num_computed_tokens,
             num_output_tokens=self._searcher.num_tokens,
             num_preemptions=self._scheduler.num_preemptions,
             pages_used=sum(pool.active_pages for pool in pools),
             pages_total=sum(pool.total_pages for pool in pools),
-            peak_pages=counts["peak"],
+            peak_pages=meter.peak_pages,
             pages_freed_by_crops=self._searcher.pages_freed,
-            peak_bytes=counts["peak_bytes"],
-            peak_dynamic_bytes=counts["peak_dynamic"],
+            peak_bytes=meter.peak_bytes,
+            peak_dynamic_bytes=meter.peak_dynamic_bytes,
             mean_live_len=tuple((self._searcher.live_sums / max(1, self._searcher.num_ended)).tolist()),
         )
 

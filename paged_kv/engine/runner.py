@@ -21,8 +21,9 @@ from paged_kv.attention.cpu.backend import CpuBackend, write_pages
 from paged_kv.attention.cpu.build import why_not
 from paged_kv.attention.sdpa import SdpaBackend
 from paged_kv.engine.batch import Batch
-from paged_kv.memory import PagedMemory, Step
+from paged_kv.memory import PagedMemory
 from paged_kv.optimize import optimize_for_cpu
+from paged_kv.step import Step
 
 
 class UnsupportedByEngine(KVError):
