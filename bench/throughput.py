@@ -279,9 +279,10 @@ def _pairs(run: Figures, other: Figures) -> zip[tuple[list[int], list[int]]]:
 
 def show(records: list[dict[str, Any]]) -> None:
     """Print one line per workload and peer."""
-    print(
-        f"{'':3}{'peer':22}{'requests':>9}{'seconds':>9}{'tok/s':>8}{'ratio':>7}{'TTFT s':>8}{'KV MB':>7}{'RSS MB':>8}  same"
+    columns = (
+        f"{'seconds':>9}{'CPU s':>8}{'tok/s':>8}{'ratio':>7}{'CPU ratio':>11}{'TTFT s':>8}{'KV MB':>7}{'RSS MB':>8}"
     )
+    print(f"{'':3}{'peer':22}{'requests':>9}{columns}  same")
     for record in records:
         print(
             f"{record['workload']:3}{record['peer']:22}{record['requests']:9}{record['seconds']:9.2f}"

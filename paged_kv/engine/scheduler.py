@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from allocator import Admission, SeqId, Verdict
+from paged_kv.engine.hints import PrefixHints
 from paged_kv.engine.request import Request, Row
-
-#: A row waits for another's prefill if it can take over at least this share of its tokens, and two pages.
-MIN_SHARED_FRACTION = 1 / 8
 
 
 class Memory(Protocol):
@@ -104,6 +102,7 @@ class Scheduler:
     def __init__(self, memory: Memory, limits: Limits) -> None:
         self._memory = memory
         self.limits = limits
+        self._prefixes = PrefixHints(limits.page_size if limits.prefix_caching else None)
         self._waiting: list[tuple[tuple[int, int], int, Row]] = []
         self._running: dict[Row, None] = {}
         self._num_stale = 0
@@ -271,7 +270,7 @@ class Scheduler:
         seats = self.limits.max_num_seqs - sum(self._seats(row) for row in self._running)
         # Every prompt that has begun is counted in full, so that two long ones are not started on the room for one.
         pending = {row: max(work.get(row, 0), row.num_todo) for row in self._running}
-        in_flight = self._keys_in_flight(self._running)
+        in_flight = self._prefixes.in_flight(self._running)
         deferred: list[Row] = []
         while budget > 0 and seats > 0 and len(deferred) < 4 * self.limits.max_num_seqs:
             row = self._pop()
@@ -280,7 +279,7 @@ class Scheduler:
             if self._seats(row) > seats:
                 self._push(row)
                 break
-            if self._shares(row, in_flight):
+            if self._prefixes.is_worth_waiting(row, in_flight):
                 deferred.append(row)
                 continue
             refusal = self._start(row, pending)
@@ -298,7 +297,7 @@ class Scheduler:
             if count := min(self._wanted(row), budget):
                 work[row] = count
                 budget -= count
-            in_flight |= self._keys_in_flight([row])
+            in_flight |= self._prefixes.in_flight([row])
         for row in deferred:
             self._push(row)
 
@@ -319,40 +318,6 @@ class Scheduler:
             request.num_cached_tokens = cached
         self._running[row] = None
         return None
-
-    # -- waiting for a shared prefix ---------------------------------------------------------------------------------
-
-    def _keys_in_flight(self, rows: Iterable[Row]) -> set[int]:
-        """Keys of the blocks that rows are about to publish."""
-        if not self.limits.prefix_caching:
-            return set()
-        size = self.limits.page_size
-        keys: set[int] = set()
-        for row in rows:
-            if row.num_todo > 1:
-                keys.update(self._block_keys(row)[row.num_computed // size :])
-        return keys
-
-    def _shares(self, row: Row, in_flight: set[int]) -> bool:
-        """Whether a waiting row would save enough by waiting until those blocks are published."""
-        if not in_flight:
-            return False
-        size = self.limits.page_size
-        usable = self._block_keys(row)[: (len(row.tokens) - 1) // size]
-        if row.request.logits_from is not None:
-            usable = usable[: row.request.logits_from // size]
-        saved = size * sum(key in in_flight for key in usable)
-        return saved >= max(2 * size, MIN_SHARED_FRACTION * len(row.tokens))
-
-    def _block_keys(self, row: Row) -> list[int]:
-        """Chained hashes of the full blocks of a row's prompt; a hint only, so collisions do no harm."""
-        if row.block_keys is None:
-            size, key = self.limits.page_size, hash(row.request.scope)
-            row.block_keys = []
-            for start in range(0, len(row.tokens) - size + 1, size):
-                key = hash((key, *row.tokens[start : start + size]))
-                row.block_keys.append(key)
-        return row.block_keys
 
     # -- queue -------------------------------------------------------------------------------------------------------
 

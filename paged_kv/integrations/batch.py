@@ -18,9 +18,10 @@ import transformers
 
 import paged_kv
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.engine import EngineStats, InvalidRequest
+from paged_kv.engine.engine import InvalidRequest
 from paged_kv.engine.llm import LLM
 from paged_kv.engine.request import RequestOutput
+from paged_kv.engine.stats import EngineStats
 from paged_kv.integrations.journal import Journal, read_lines
 from paged_kv.integrations.rows import BadLine, BatchRow, answer, failure, is_failure, parse
 

@@ -6,7 +6,7 @@ Does not know: HTTP; serve the text from whatever serves.
 
 from __future__ import annotations
 
-from paged_kv.engine.engine import EngineStats
+from paged_kv.engine.stats import EngineStats
 
 _METRICS = (
     ("num_running", "gauge", "running_rows", "Rows that run now."),
