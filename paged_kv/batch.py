@@ -38,6 +38,13 @@ class PagedBatch:
         self.seqs: list[SeqId] = [memory.open()[0] for _ in range(num_rows)]
         self.cropped: set[int] = set()
 
+    @classmethod
+    def of(cls, memory: PagedMemory, rows: RowMap, seqs: list[SeqId], cropped: set[int]) -> PagedBatch:
+        """A batch of sequences that are open in `memory` already."""
+        batch = cls(memory, 0)
+        batch.rows, batch.seqs, batch.cropped = rows, seqs, cropped
+        return batch
+
     def append(self, num_columns: int, real: np.ndarray | None) -> Step:
         """Reserve slots for new columns in all layers.
 

@@ -7,6 +7,7 @@ Does not know: how attention is computed; it hands out either dense tensors or a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from paged_kv.forward import ATTENTION, MaskLength
 from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
 from paged_kv.memory import PagedMemory
+from paged_kv.persist import load, save
 from paged_kv.spec import KVSpec, Lanes, UnsupportedModel
 
 
@@ -305,6 +307,42 @@ class PagedCache(CroppingCache):
             return 0
         free = [group.spec.bytes_per_page * group.allocator.stats().free_pages for group in self._memory.groups]
         return sum(free)
+
+    def save(self, path: str | Path) -> None:
+        """Write pages and tables to a safetensors file, to go on from with `load`.
+
+        Raises:
+            KVError: The cache is empty, or some of its layers do not lie in pages and would be left out.
+        """
+        self._settle()
+        if self._batch is None:
+            raise EmptyCache("the cache holds no tokens: there is nothing to save")
+        if self._native_layers():
+            raise KVError(f"{len(self._native_layers())} layers of this model do not lie in pages and cannot be saved")
+        save(self._batch, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, model: Any, **options: Any) -> PagedCache:
+        """A cache for `model` with what `save` wrote: it generates the same tokens.
+
+        Args:
+            path: The file.
+            model: The model that the cache was made for.
+            options: As `for_model`; the budget is the one of the file.
+
+        Raises:
+            UnreadableCache: The file is no saved cache, or of another version.
+            ValueError: The model's layers have another shape.
+        """
+        batch = load(Path(path))
+        spec = batch.memory.groups[0].spec
+        lanes: Lanes = "layer" if spec.lanes == 1 else "head"
+        cache = cls.for_model(model, page_size=spec.page_size, lanes=lanes, **options)
+        specs = tuple(group.spec for group in batch.memory.groups)
+        if cache._specs is not None and {s.layers for s in cache._specs} != {s.layers for s in specs}:
+            raise ValueError(f"{path} holds layers {[s.layers for s in specs]}, not those of {type(model).__name__}")
+        cache._specs, cache._memory, cache._batch = specs, batch.memory, batch
+        return cache
 
     def check(self) -> None:
         """Assert every invariant of the pages. Complexity: O(pages)."""

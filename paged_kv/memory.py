@@ -8,7 +8,7 @@ Does not know: transformers' cache interface, attention, policies.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 
 import numpy as np
 import torch
@@ -42,20 +42,29 @@ class PagedMemory:
 
     def __init__(self, specs: Sequence[KVSpec], budget: Budget, *, enable_prefix_caching: bool = False) -> None:
         """Build allocators and stores; several groups share the budget in proportion to their bytes per token."""
-        self.budget = budget
-        self.queries: QueryWindow | None = None
         weight = sum(spec.bytes_per_token for spec in specs)
-        self._max_pages = []
-        self.groups: list[Group] = []
-        self._place: dict[int, tuple[Group, int]] = {}
+        groups = []
         for spec in specs:
-            share = spec.bytes_per_token / weight
-            self._max_pages.append(max(2, int(budget.max_bytes * share) // spec.bytes_per_page))
-            num_pages = max(2, int(budget.initial_bytes * share) // spec.bytes_per_page)
-            group = Group.empty(spec, num_pages, enable_prefix_caching and len(specs) == 1)
-            self.groups.append(group)
-            for index, layer in enumerate(spec.layers):
-                self._place[layer] = (group, index)
+            num_pages = int(budget.initial_bytes * spec.bytes_per_token / weight) // spec.bytes_per_page
+            groups.append(Group.empty(spec, max(2, num_pages), enable_prefix_caching and len(specs) == 1))
+        self._adopt(groups, budget)
+
+    @classmethod
+    def of_groups(cls, groups: list[Group], budget: Budget) -> PagedMemory:
+        """A memory of groups that hold pages already."""
+        memory = cls.__new__(cls)
+        memory._adopt(groups, budget)
+        return memory
+
+    def _adopt(self, groups: list[Group], budget: Budget) -> None:
+        self.groups, self.budget = groups, budget
+        self.queries: QueryWindow | None = None
+        weight = sum(group.spec.bytes_per_token for group in groups)
+        shares = [budget.max_bytes * group.spec.bytes_per_token / weight for group in groups]
+        self._max_pages = [
+            max(2, int(share) // group.spec.bytes_per_page) for group, share in zip(groups, shares, strict=True)
+        ]
+        self._place = {layer: (group, at) for group in groups for at, layer in enumerate(group.spec.layers)}
 
     # -- sequences ---------------------------------------------------------------------------------------------------
 
@@ -184,12 +193,9 @@ class PagedMemory:
             self.queries.record(step, self.seen_len, layer, queries, scale)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedMemory:
-        twin = copy(self)
+        twin = PagedMemory.of_groups([group.copy() for group in self.groups], self.budget)
         memo[id(self)] = twin
-        twin.queries = None if self.queries is None else self.queries.copy()
-        twin.groups = [group.copy() for group in self.groups]
-        index = {id(group): place for place, group in enumerate(self.groups)}
-        twin._place = {layer: (twin.groups[index[id(group)]], at) for layer, (group, at) in self._place.items()}
+        twin.queries = deepcopy(self.queries, memo)
         return twin
 
     # -- one forward pass --------------------------------------------------------------------------------------------

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache
 
 import paged_kv
@@ -15,6 +17,7 @@ from paged_kv import PagedCache
 from paged_kv._compat import CROP_REMOVES
 from paged_kv.cache import BehindWindow
 from paged_kv.forward import GradientsNeeded
+from paged_kv.persist import UnreadableCache
 from tests.tiny import padded, tiny_model, tokens
 
 
@@ -173,3 +176,41 @@ def test_assigned_survivors_free_pages_and_keep_their_positions() -> None:
     with pytest.raises(KVError, match="assigned 33"):
         cache.assign_layer(0, keys=torch.zeros(1, 4, 33, 16), values=torch.zeros(1, 4, 33, 16))
     cache.check()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_saved_cache_goes_on_with_the_same_logits(tmp_path: Path, family: str) -> None:
+    model = tiny_model(family)
+    cache = PagedCache.for_model(model, page_size=3)
+    inputs = padded(2, 40, [0, 9])
+    more = {"attention_mask": torch.cat([inputs["attention_mask"], torch.ones(2, 2, dtype=torch.long)], dim=1)}
+    with torch.no_grad():
+        model(**inputs, past_key_values=cache)
+        cache.crop_layer(1, keep_last=7)
+        cache.save(tmp_path / "cache.safetensors")
+        loaded = PagedCache.load(tmp_path / "cache.safetensors", model)
+        expected = model(tokens(2, 2), **more, past_key_values=cache).logits
+        assert torch.equal(model(tokens(2, 2), **more, past_key_values=loaded).logits, expected)
+    loaded.check()
+
+
+def test_files_that_are_no_saved_caches_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(KVError, match="no tokens"):
+        PagedCache.for_model(model).save(tmp_path / "empty")
+    (tmp_path / "text").write_text("not a cache")
+    with pytest.raises(UnreadableCache, match="no saved cache"):
+        PagedCache.load(tmp_path / "text", model)
+    save_file({"weight": torch.zeros(3)}, tmp_path / "weights")
+    with pytest.raises(UnreadableCache, match="no paged_kv header"):
+        PagedCache.load(tmp_path / "weights", model)
+    cache = PagedCache.for_model(model)
+    with torch.no_grad():
+        model(tokens(1, 10), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    whole = (tmp_path / "cache").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UnreadableCache):
+        PagedCache.load(tmp_path / "cut", model)
+    with pytest.raises(ValueError, match="layers"):
+        PagedCache.load(tmp_path / "cache", tiny_model("llama", num_hidden_layers=2))
