@@ -28,6 +28,9 @@ from paged_kv.memory import PagedMemory
 from paged_kv.rows import RowMap, pack
 from paged_kv.spec import KVSpec, Lanes, learn_specs, shape_of
 
+#: Part of a growing pool that stays free when it shrinks; it shrinks once twice as much is free.
+TRIM_SLACK = 0.01
+
 
 class AppendingCache(DynamicCache):
     """The half of `PagedCache` that appends: construction, forwards, learning the shapes of layers."""
@@ -147,6 +150,8 @@ class AppendingCache(DynamicCache):
                 raise BatchSizeChanged(len(batch.seqs), num_rows)
             if not fresh and any(layer.sliding_window and not layer.record_past for layer in self._paged_layers()):
                 batch.memory.slide(batch.seqs)
+            if not fresh:
+                self._trim(batch)
             try:
                 step = batch.append(num_columns, padding)
             except KVError:
@@ -157,6 +162,11 @@ class AppendingCache(DynamicCache):
         packing = rows.packing(num_columns, key_states.device)
         self._forward = Forward(rows, num_columns, step, packing, self._backend)
         return self._forward
+
+    def _trim(self, batch: PagedBatch) -> None:
+        """Let a growing pool shrink if many of its pages are free, unless a forward still uses the tables."""
+        if self._forward is None or len(self._forward.done) >= len(batch.memory.layers):
+            batch.memory.trim(slack=TRIM_SLACK)
 
     def _pages(self) -> PagedMemory:
         """The memory of the known specs, built when first needed."""

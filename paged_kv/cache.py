@@ -261,6 +261,7 @@ class PagedCache(CroppingCache):
         """Drop all tokens and give their pages back; the next forward may bring another number of rows."""
         if self._batch is not None:
             self._batch.close()
+            self._batch.memory.trim()
         self._batch = self._forward = self._padding = None
         for layer in self._native_layers():
             layer.reset()

@@ -135,10 +135,10 @@ class CroppingCache(AppendingCache):
             raise KVError(f"row {row} is not among the {num_rows} rows of the cache")
         return list(range(num_rows)) if row is None else [row]
 
-    @staticmethod
-    def _crop_rows(batch: PagedBatch, rows: list[int], chosen: list[dict[int, Sequence[np.ndarray]]]) -> int:
+    def _crop_rows(self, batch: PagedBatch, rows: list[int], chosen: list[dict[int, Sequence[np.ndarray]]]) -> int:
         freed = 0
         for row, layers in zip(rows, chosen, strict=True):
             keep = {(layer, lane): indices for layer, lanes in layers.items() for lane, indices in enumerate(lanes)}
             freed += batch.crop(row, keep)
+        self._trim(batch)
         return freed

@@ -102,14 +102,33 @@ class PagedMemory:
             group.store.apply(group.allocator.append(seqs, counts))
 
     def _grow(self, group: Group, answer: Admission, max_pages: int) -> bool:
-        """Grow a group by at least the shortfall, at least by half, never past its budget."""
+        """Grow a group by at least the shortfall, at least by a quarter, never past its budget."""
         have = group.store.num_pages
-        target = min(max_pages, max(have + answer.needed - answer.available, have + have // 2))
+        target = min(max_pages, max(have + answer.needed - answer.available, have + have // 4))
         if target - have < answer.needed - answer.available:
             return False
         group.store.resize(target)
         group.allocator.grow(target - have)
         return True
+
+    def trim(self, slack: float = 0.0) -> int:
+        """Give free pages of a growing pool back to the system, all but a part; returns the bytes given back.
+
+        Tables exported before (`Step`) are stale afterwards, because pages move together.
+
+        Args:
+            slack: Fraction of a pool that may stay free; a pool with no more than twice that free is left alone.
+        """
+        if self.budget.initial_bytes == self.budget.max_bytes:
+            return 0
+        before = self.nbytes
+        for group in self.groups:
+            have, free = group.store.num_pages, group.allocator.stats().free_pages
+            surplus = min(free - int(slack * have), have - 2)
+            if surplus > 0 and free >= 2 * slack * have:
+                group.store.apply(group.allocator.shrink(surplus))
+                group.store.resize(have - surplus)
+        return before - self.nbytes
 
     def commit(self, seq: SeqId, tokens: Sequence[int]) -> int:
         """Publish the full blocks of `tokens` for sharing; returns how many are new."""

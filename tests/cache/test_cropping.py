@@ -166,3 +166,21 @@ def test_forks_of_a_cropped_cache_decode_apart_and_copy_only_what_they_write() -
     # two; where there is none, each takes a fresh page.
     assert pair.cache.num_pages() == shared + 1 + 2 + 1 + 1
     pair.cache.check()
+
+
+def test_a_growing_pool_gives_memory_back_after_crops_and_a_reset() -> None:
+    model = tiny_model("llama")
+    cache = PagedCache.for_model(model, page_size=16)
+    with torch.no_grad():
+        for part in tokens(1, 2048).split(512, dim=1):
+            model(part, past_key_values=cache)
+        full = cache.nbytes
+        assert full >= 2048 * cache.memory.groups[0].spec.bytes_per_token
+        cache.crop_layers(dict.fromkeys(range(4), 512), StreamingLLM())
+        assert cache.nbytes <= 0.27 * full
+        keys = [layer.keys.clone() for layer in cache.layers]
+        model(tokens(1, 1), past_key_values=cache)
+        assert all(torch.equal(layer.keys[:, :, :512], old) for layer, old in zip(cache.layers, keys, strict=True))
+    cache.check()
+    cache.reset()
+    assert cache.nbytes <= 0.01 * full
