@@ -215,3 +215,8 @@ def test_a_double_free_is_named() -> None:
     with pytest.raises(DoubleFree, match=f"page {pages[1]}"):
         pool.release_one(int(pages[1]))
     assert (pool.num_free, pool.num_active) == (6, 1)
+    large = PagePool(60)
+    large.take(30)
+    with pytest.raises(DoubleFree, match="page 31"):
+        large.release(np.arange(1, 40, dtype=np.int32))
+    assert large.num_active == 30

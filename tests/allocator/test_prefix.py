@@ -218,6 +218,19 @@ class TestPartialReuse:
         assert allocator.clear_prefix() == 0
 
 
+def test_the_newest_candidate_may_be_forgotten_before_an_older_one() -> None:
+    allocator = build(num_pages=5, partial_reuse=True)
+    publish(allocator, [1, 1, 2, 3])
+    pin, _ = allocator.pin_prefix([1, 1, 2, 3])
+    publish(allocator, [2, 1, 2, 3])
+    filler = allocator.open().seq
+    allocator.append([filler], 4)  # evicts the newer block
+    allocator.close(filler)
+    assert allocator.open([1, 1, 2, 9]).num_cached_tokens == 3
+    allocator.unpin(pin)
+    allocator.check()
+
+
 def test_pages_are_not_published_twice_under_other_tokens() -> None:
     allocator = build()
     seq = allocator.open().seq
