@@ -20,6 +20,7 @@ from paged_kv.forward import ATTENTION, MaskLength
 from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
 from paged_kv.memory import PagedMemory
+from paged_kv.memory_map import MemoryMap, map_of
 from paged_kv.persist import load, save
 from paged_kv.spec import KVSpec, Lanes, UnsupportedModel
 
@@ -308,6 +309,14 @@ class PagedCache(CroppingCache):
             return 0
         free = [group.spec.bytes_per_page * group.allocator.stats().free_pages for group in self._memory.groups]
         return sum(free)
+
+    def memory_map(self) -> tuple[MemoryMap, ...]:
+        """Who holds which pages now, one map per group of layers; `paged_kv.memory_map` draws them."""
+        self._settle()
+        if self._memory is None:
+            return ()
+        names = {} if self._batch is None else {f"row {row}": seq for row, seq in enumerate(self._batch.seqs)}
+        return map_of(self._memory, names)
 
     def save(self, path: str | Path) -> None:
         """Write pages and tables to a safetensors file, to go on from with `load`.

@@ -34,7 +34,7 @@ def keep_by_lane(keep: Keep, live: np.ndarray, rows: Sequence[int]) -> list[list
     result = []
     for row, indices in zip(rows, lists, strict=True):
         for lane in range(live.shape[0]):
-            _check(indices, int(live[lane, row]), row)
+            check_indices(indices, int(live[lane, row]), f"row {row}")
         result.append([indices] * live.shape[0])
     return result
 
@@ -87,14 +87,19 @@ def _indices(keep: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _check(indices: np.ndarray, live: int, row: int) -> None:
+def check_indices(indices: np.ndarray, live: int, where: str) -> None:
+    """Refuse live indices that are not strictly increasing, or not among the live ones.
+
+    Raises:
+        KVError: The message names the index and `where`.
+    """
     if indices.size == 0:
         return
     if (np.diff(indices) <= 0).any():
         place = int(np.flatnonzero(np.diff(indices) <= 0)[0])
         raise KVError(
-            f"keep must be strictly increasing, got {int(indices[place])} before {int(indices[place + 1])} (row {row})"
+            f"keep must be strictly increasing, got {int(indices[place])} before {int(indices[place + 1])} ({where})"
         )
     if indices[0] < 0 or indices[-1] >= live:
         bad = int(indices[0] if indices[0] < 0 else indices[-1])
-        raise KVError(f"keep index {bad} is outside the {live} live tokens of row {row}")
+        raise KVError(f"keep index {bad} is outside the {live} live tokens of {where}")

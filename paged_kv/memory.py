@@ -25,6 +25,7 @@ from allocator import (
     Verdict,
 )
 from paged_kv.group import Budget, Group
+from paged_kv.keep import check_indices
 from paged_kv.live import LiveTokens
 from paged_kv.queries import QueryWindow
 from paged_kv.spec import KVSpec
@@ -149,11 +150,31 @@ class PagedMemory:
             group, index = self.place(key[0] if isinstance(key, tuple) else key)
             place = (index, key[1]) if isinstance(key, tuple) else index
             by_group[self.groups.index(group)][place] = np.asarray(indices)
+        if len(self.groups) > 1:
+            self._require_crop(seq, by_group)
         freed = 0
         for group, rows in zip(self.groups, by_group, strict=True):
             if rows:
                 freed += _applied(group, group.allocator.crop(seq, rows))
         return freed
+
+    def _require_crop(self, seq: SeqId, by_group: list[dict[int | tuple[int, int], np.ndarray]]) -> None:
+        """Refuse a crop of several groups before the first one changes.
+
+        Raises:
+            KVError: Indices out of order or range, or no page for survivors that must move off shared ones.
+        """
+        for group, rows in zip(self.groups, by_group, strict=True):
+            live = group.allocator.live_lens([seq])[:, 0].reshape(-1, group.spec.lanes)
+            needed = 0
+            for place, keep in rows.items():
+                layer, lanes = (place[0], [place[1]]) if isinstance(place, tuple) else (place, range(group.spec.lanes))
+                for lane in lanes:
+                    check_indices(keep, int(live[layer, lane]), f"layer {group.spec.layers[layer]}")
+                    needed += -(-len(keep) // group.spec.page_size)
+            stats = group.allocator.stats()
+            if stats.table_entries != stats.active_pages and needed > stats.free_pages:
+                raise OutOfPages(needed=needed, available=stats.free_pages, total=stats.total_pages)
 
     def require_unshared(self, layer: int) -> None:
         """Refuse to go on if sequences share pages of a layer's group, since shared pages are never rewritten.

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from allocator import BlockAllocator, SeqId
+from paged_kv.memory import PagedMemory
 
-__all__ = ["MemoryMap", "render_html", "render_text", "snapshot"]
+__all__ = ["MemoryMap", "map_of", "render_html", "render_text", "snapshot"]
 
 # Okabe and Ito: told apart by colour-blind readers. Sequences beyond them take the colours again.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
@@ -68,6 +69,25 @@ class MemoryMap:
     def held_in(self, line: int) -> int:
         """Pages held in the layer at `line`."""
         return sum(self.own[line]) + self.shared[line]
+
+
+def map_of(memory: PagedMemory, names: Mapping[str, SeqId]) -> tuple[MemoryMap, ...]:
+    """The maps of all pools of a model.
+
+    Args:
+        memory: The model's pages.
+        names: Name and handle of every open sequence.
+    """
+    return tuple(
+        snapshot(
+            group.allocator,
+            names,
+            name=f"{group.spec.num_kv_heads} KV heads of {group.spec.key_width}",
+            layers=group.spec.layers,
+            page_bytes=group.spec.bytes_per_page,
+        )
+        for group in memory.groups
+    )
 
 
 def snapshot(

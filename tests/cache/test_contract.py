@@ -214,3 +214,30 @@ def test_files_that_are_no_saved_caches_are_refused(tmp_path: Path) -> None:
         PagedCache.load(tmp_path / "cut", model)
     with pytest.raises(ValueError, match="layers"):
         PagedCache.load(tmp_path / "cache", tiny_model("llama", num_hidden_layers=2))
+
+
+def test_the_memory_map_counts_every_page_of_every_layer() -> None:
+    model = tiny_model("llama")
+    cache = PagedCache.for_model(model, page_size=4, num_pages=65)
+    assert cache.memory_map() == ()
+    with torch.no_grad():
+        model(**padded(2, 20, [0, 8]), past_key_values=cache)
+    cache.crop_layer(1, keep_last=4)
+    [chart] = cache.memory_map()
+    assert [chart.held_in(layer) for layer in range(4)] == [5 + 3, 1 + 1, 5 + 3, 5 + 3]
+    assert (chart.held, chart.free) == (cache.num_pages(), 64 - cache.num_pages())
+
+
+def test_a_crop_of_layers_of_two_shapes_changes_all_or_none() -> None:
+    cache = PagedCache(page_size=4)
+    for layer, heads in enumerate([2, 2, 4]):
+        cache.update(torch.randn(1, heads, 10, 8), torch.randn(1, heads, 10, 8), layer)
+    assert len(cache.memory.groups) == 2
+    batch = cache._batch
+    assert batch is not None
+    with pytest.raises(KVError, match="outside the 10"):
+        cache.memory.crop(batch.seqs[0], {0: [1, 2], 2: [3, 10]})
+    assert cache.layer_lengths() == [10, 10, 10]
+    assert cache.memory.crop(batch.seqs[0], {0: [1, 2], 2: [3]}) == 2 + 2
+    assert cache.layer_lengths() == [2, 10, 1]
+    cache.check()
