@@ -209,16 +209,16 @@ with LLM({model!r}, num_pages=2000, page_size=4, max_num_seqs=8, max_num_batched
 """
 
 
-@pytest.mark.slow
-def test_killed_jobs_end_with_the_same_file_as_an_uninterrupted_one(llm, model_folder, tmp_path):
-    source = write_lines(tmp_path / "in.jsonl", rows(120))
+@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_jobs_end_with_the_same_file_as_an_uninterrupted_one(llm, model_folder, tmp_path, moments):
+    source = write_lines(tmp_path / "in.jsonl", rows(200))
     run(llm, source, tmp_path / "whole.jsonl")
     output = tmp_path / "out.jsonl"
     here = str(Path(__file__).parent)
     code = CHILD.format(here=here, model=str(model_folder), source=str(source), output=str(output))
     dice = random.Random(1)
     kills = 0
-    for _ in range(6):
+    for _ in range(moments):
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
