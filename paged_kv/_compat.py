@@ -88,6 +88,17 @@ def needs_dense_keys(config: Any) -> bool:
     )
 
 
+def why_not_packed(config: Any) -> str | None:
+    """Why a model of this config cannot run many sequences packed in one row of tokens, or None."""
+    if needs_dense_keys(config):
+        return "its attention works on dense keys"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "its chunked attention counts from the start of a row"
+    if any(not is_attention(layer) and hasattr(layer, "conv_states") for layer in native_layers(config)):
+        return "its linear-attention layers keep one state a row"
+    return None
+
+
 def default_attention(model: Any) -> str:
     """The attention that transformers gives a model when nobody asks for one."""
     return "sdpa" if model._supports_sdpa else "eager"

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from allocator import KVError
-from paged_kv._compat import CACHE_KEYWORD, attention_of
+from paged_kv._compat import CACHE_KEYWORD, attention_of, text_config, why_not_packed
 from paged_kv.attention.attach import PACKED_ATTENTION, register
 from paged_kv.attention.base import AttentionOptions, Backend, tie
 from paged_kv.attention.cpu.backend import CpuBackend, write_pages
@@ -88,6 +88,8 @@ class Runner:
         Raises:
             UnsupportedByEngine: The model does not take its attention from transformers' registry.
         """
+        if reason := why_not_packed(text_config(model)):
+            raise UnsupportedByEngine(f"{type(model).__name__} cannot run packed: {reason}")
         self._model = model
         self._training = bool(model.training)
         self._attention = attention_of(model)
