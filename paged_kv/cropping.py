@@ -15,7 +15,7 @@ from paged_kv import _compat
 from paged_kv.appending import AppendingCache
 from paged_kv.batch import PagedBatch
 from paged_kv.keep import Keep, check_budget, keep_by_lane, keep_ends
-from paged_kv.live import Policy
+from paged_kv.live import LiveTokens, Policy
 from paged_kv.spec import UnsupportedModel
 
 
@@ -114,6 +114,15 @@ class CroppingCache(AppendingCache):
             for row in rows
         ]
         return self._crop_rows(batch, rows, chosen)
+
+    def live_tokens(self, layer_idx: int, row: int = 0) -> LiveTokens:
+        """Private copies of what a policy sees of one layer of one row.
+
+        Raises:
+            KVError: Unknown layer or row, or an empty cache.
+        """
+        batch = self._cropable(layer_idx)
+        return batch.memory.live_tokens(batch.seqs[self._rows(row)[0]], layer_idx)
 
     def _cropable(self, layer_idx: int) -> PagedBatch:
         if _compat.biases_by_distance(self._config):
