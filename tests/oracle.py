@@ -24,7 +24,9 @@ class MaskedOracle:
         self.model = copy.deepcopy(model).double()
         self.model.set_attn_implementation(NAME)
         self.model.set_experts_implementation("eager")  # grouped products of experts know no float64
-        self.cache = DynamicCache()
+        # Without a config nothing slides out of a window; with linear layers there is no cache without one.
+        hybrid = DynamicCache(config=model.config)
+        self.cache = hybrid if any(getattr(hybrid, "is_linear", ())) else DynamicCache()
         self.real = torch.zeros(0, 0, dtype=torch.bool)
         self.hidden: dict[int, Tensor] = {}
 
@@ -57,6 +59,15 @@ class MaskedOracle:
 _CURRENT: list[MaskedOracle] = []
 
 
+def _holder(config: Any, layer: int) -> int:
+    """The layer whose keys and values a layer reads: its own, or those of the last one of its type that keeps any."""
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    keeping = config.num_hidden_layers - shared
+    if shared == 0 or layer < keeping:
+        return layer
+    return max(index for index in range(keeping) if config.layer_types[index] == config.layer_types[layer])
+
+
 def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -72,7 +83,7 @@ def _attention(
     chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and config.layer_types[module.layer_idx] == "chunked_attention":
         seen = seen & (column // chunk == at // chunk)
-    hidden = oracle.hidden.get(module.layer_idx)
+    hidden = oracle.hidden.get(_holder(config, module.layer_idx))
     seen = seen.expand(-1, key.shape[1], -1, -1).clone()
     if hidden is not None:
         seen[..., : hidden.shape[2]] &= ~hidden[:, :, None, :]

@@ -55,7 +55,7 @@ def test_the_same_tokens_as_dynamic_cache_with_every_attention(family: str) -> N
         paged_kv.detach(model)
 
 
-@pytest.mark.parametrize("family", sorted(set(MORE_FAMILIES) - OWN_ATTENTION - {"qwen3 next", "gemma3n"}))
+@pytest.mark.parametrize("family", sorted(set(MORE_FAMILIES) - OWN_ATTENTION - NEEDS_NEWER))
 def test_unequal_layers_equal_the_masked_oracle(family: str) -> None:
     pair = Pair(family, page_size=3)
     layers = pair.cache.memory.layers
