@@ -257,8 +257,8 @@ class Engine:
         self._meter.note(plan.counts, self.memory, self._scheduler.running)
         self._searcher.verify(batch, logits)
         self._publish(plan)
-        self._searcher.crop(plan.rows)
-        return self._searcher.take(batch, logits, self._clock())
+        failed = self._searcher.crop(plan.rows)
+        return failed | self._searcher.take(batch, logits, self._clock())
 
     def _publish(self, plan: StepPlan) -> None:
         """Share full blocks, and free pages behind windows, for the rows that crossed a page border."""

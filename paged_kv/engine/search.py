@@ -60,7 +60,7 @@ class Searcher:
             request = span.row.request
             if request.logits_from is not None:
                 self._score(span, logits)
-            if not span.samples:
+            if not span.samples or span.row.finish_reason is not None:
                 continue
             request.timings.setdefault("first_token", now)
             if request.params.max_tokens == 0:
@@ -79,8 +79,9 @@ class Searcher:
             self._move_beams(request, spans, logits)
         return {span.row.request for span in batch.spans}
 
-    def crop(self, rows: Sequence[Row]) -> None:
-        """Crop the rows whose crop is due, or was and found no page to move survivors to."""
+    def crop(self, rows: Sequence[Row]) -> set[Request]:
+        """Crop the rows whose crop is due, or was and found no page; returns the requests whose policy failed."""
+        failed: set[Request] = set()
         for row in rows:
             compression = row.request.params.compression
             if compression is None or row.seq is None:
@@ -93,7 +94,11 @@ class Searcher:
                 row.crop_pending = False
             except OutOfPages:
                 row.crop_pending = True
+            except Exception as error:  # noqa: BLE001 - foreign code: its failure is its own request's result
+                self._fail(row.request, f"the crop raised {type(error).__name__}: {error}")
+                failed.add(row.request)
             self._scheduler.pages_freed()
+        return failed
 
     def end(self, row: Row, reason: str) -> None:
         """End a row, and note how many tokens its layers held."""

@@ -40,7 +40,7 @@ def requests(draw):
             values |= {"beam_width": 2, "n": 2}
         if kind == "cropped":
             values |= {
-                "compression": Compression(StreamingLLM(), draw(st.integers(3, 12)), draw(st.sampled_from([None, 3])))
+                "compression": Compression(StreamingLLM(2), draw(st.integers(3, 12)), draw(st.sampled_from([None, 3])))
             }
         made.append((tuple(prompt), SamplingParams(**values), draw(st.integers(0, 2)), draw(st.integers(0, 6))))
     return made
@@ -100,6 +100,7 @@ def _ended_by_the_pool(result, params) -> bool:
 def alone(model):
     """What a request gives alone in a large engine, remembered."""
     known: dict[str, list[tuple[int, ...]]] = {}
+
     def give(prompt, params):
         key = repr((prompt, params))
         if key not in known:

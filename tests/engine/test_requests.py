@@ -173,7 +173,8 @@ def test_partial_results_of_a_streaming_request_grow(llm):
     texts = []
     while core.has_unfinished:
         texts += [(result.text, result.finished) for result in core.step()]
-    assert [finished for _, finished in texts] == [False] * 7 + [True]
+    assert [finished for _, finished in texts] == [False] * (len(texts) - 1) + [True]
+    assert len(texts) > 2
     assert all(later.startswith(earlier) for (earlier, _), (later, _) in itertools.pairwise(texts))
 
 

@@ -218,6 +218,20 @@ def test_forks_of_a_cropped_prompt_share_what_is_left(llama):
     assert len({tuple(output.token_ids) for output in result.outputs}) == 3
 
 
+def test_a_failing_policy_is_its_own_requests_error(llama):
+    class Broken:
+        def keep(self, tokens, budget):
+            raise RuntimeError("no idea")
+
+    plain = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    broken = SamplingParams(max_tokens=6, n=2, compression=Compression(Broken(), 4))
+    with engine(llama) as llm:
+        results = run(llm, [[5] * 9, [6] * 9, [7] * 9], [plain, broken, plain])
+    assert [result.finish_reason for result in results] == ["length", "error", "length"]
+    assert results[1].error == "the crop raised RuntimeError: no idea"
+    assert list(results[2].token_ids) == alone(llama, [7] * 9, 6, eos_token_id=None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
