@@ -1,39 +1,22 @@
 """A state machine over every operation: the allocator, a memory that really applies its plans, and the plain model.
 
-After every step each sequence is read back through its tables and must hold exactly the contents that the model says,
-page counts must add up, published and pinned pages must be as they were, and `check()` must hold. Every call that
-raises is followed by a comparison of whole snapshots: nothing may have changed.
+`machine_state` holds what is checked after every step, `machine_tokens` the operations on tokens; here are those on
+sequences, prefixes and the pool, and the choice among all of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import rule
 
-from allocator import (
-    AlreadyWritten,
-    BlockRemoved,
-    BlocksCleared,
-    BlockStored,
-    InvalidArgument,
-    KVError,
-    LayerKind,
-    OutOfPages,
-    PagesPinned,
-    Plan,
-    StaleHandle,
-    Verdict,
-)
-from tests.allocator.model import Config, Contents, Memory, Sequence, chain, owners, pages_for, tables_of
-from tests.allocator.strategies import batches, configs, new_tokens, subsets, tokens
+from allocator import BlocksCleared, InvalidArgument, OutOfPages, PagesPinned, StaleHandle
+from tests.allocator.machine_tokens import TokenOperations
+from tests.allocator.model import Sequence, chain, tables_of
+from tests.allocator.strategies import tokens
 
 # What a step does, and how often. A step that needs a sequence (or a pin) where none is opens one instead.
 WEIGHTS = {"append": 8, "open": 4, "commit": 4, "crop": 4, "truncate": 3, "close": 3, "fork": 2, "slide": 2}
@@ -42,65 +25,12 @@ OPERATIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)] +
 WITHOUT_SEQUENCES = {"open", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix"}
 
 
-class AllocatorMachine(RuleBasedStateMachine):
-    @initialize(config=configs())
-    def start(self, config: Config) -> None:
-        self.config = config
-        self.kinds, self.windows = config.row_kinds(), config.row_windows()
-        self.grows = [kind is LayerKind.ATTENTION for kind in self.kinds]
-        self.size, self.num_rows = config.page_size, config.num_rows
-        self.allocator = config.build()
-        self.memory = Memory(config.num_pages, self.size)
-        self.contents = Contents()
-        self.seqs: dict[Any, Sequence] = {}
-        self.closed: list[Any] = []
-        self.pins: dict[Any, tuple[list[int], np.ndarray]] = {}
-        self.meanings: dict[bytes, tuple[bytes, list[int]]] = {}
-        self.published: set[bytes] = set()
-        self.mirror = np.zeros((0, 0), np.int32)
-
+class AllocatorMachine(TokenOperations):
     @rule(operation=st.sampled_from(OPERATIONS), data=st.data())
     def step(self, operation: str, data: st.DataObject) -> None:
         if not (self.seqs or operation in WITHOUT_SEQUENCES) or (operation == "unpin" and not self.pins):
             operation = "open"
         getattr(self, operation)(data)
-
-    # Helpers
-
-    @property
-    def available(self) -> int:
-        stats = self.allocator.stats()
-        return stats.free_pages + stats.cached_pages
-
-    @property
-    def reserved(self) -> int:
-        return sum(seq.reserved for seq in self.seqs.values())
-
-    def draw(self, data: st.DataObject, what: Callable[[list[Any]], st.SearchStrategy[Any]]) -> Any:
-        return data.draw(what(sorted(self.seqs)))
-
-    def carry_out(self, plan: Plan, before: int) -> None:
-        assert self.available == before - plan.allocated + plan.freed
-        self.memory.apply(plan)
-
-    @contextmanager
-    def refused(self, *errors: type[KVError]) -> Iterator[Any]:
-        """The body must raise, and nothing may have changed."""
-        before = self.allocator.snapshot()
-        with pytest.raises(errors) as caught:
-            yield caught
-        assert self.allocator.snapshot() == before
-        str(caught.value)
-
-    def is_frozen(self, page: int, count: dict[int, int]) -> bool:
-        return count[page] > 1 or page in self.published_pages()
-
-    def published_pages(self) -> set[int]:
-        index = self.allocator._core.prefix
-        return set() if index is None else set(index.pages[list(index.by_hash.values())].ravel().tolist())
-
-    def owners(self) -> Any:
-        return owners(self.allocator, list(self.seqs), [pages for pages, _ in self.pins.values()])
 
     # Sequences come and go
 
@@ -152,9 +82,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                 best = max(best, same)
         assert partial == best or (partial == 0 and available < 3 * self.num_rows + self.num_rows * len(rest))
 
-    def content(self, scope: bytes, prefix: list[int], row: int) -> int:
-        return self.contents.of(scope, tuple(prefix), row)
-
     def close(self, data: st.DataObject) -> None:
         preempt = data.draw(st.booleans())
         seq = self.draw(data, st.sampled_from)
@@ -172,205 +99,6 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert child not in self.seqs
             self.seqs[child] = self.seqs[seq].clone()
         assert self.available == before
-
-    # Tokens come and go
-
-    def append(self, data: st.DataObject) -> None:
-        batch = self.draw(data, batches)
-        counts = data.draw(st.lists(st.sampled_from([1, 2, 3, 5, 8, 0]), min_size=len(batch), max_size=len(batch)))
-        self.append_tokens(batch, [data.draw(new_tokens(n)) for n in counts])
-
-    def append_tokens(self, batch: list[Any], new: list[list[int]]) -> None:
-        counts = [len(fresh) for fresh in new]
-        each = self.pages_needed(batch, counts)
-        needed, usable = sum(each), self.allocator.num_pages - 1
-        set_aside = self.reserved - sum(min(self.seqs[s].reserved, n) for s, n in zip(batch, each, strict=True))
-        before = self.available
-        margin = 0 if all(self.seqs[seq].appended for seq in batch) else self.config.watermark
-        answer = self.allocator.can_append(batch, counts)
-        assert (answer.needed, answer.total) == (needed, usable)
-        assert answer.available == max(0, before - set_aside - margin)
-        assert (answer.verdict is Verdict.OK) == (needed <= answer.available)
-        assert answer.shortfall == max(0, needed - answer.available)
-        if answer.verdict is Verdict.NEVER:
-            assert needed + len(owners(self.allocator, batch, [])) > usable - margin
-        if needed > before - set_aside:
-            with self.refused(OutOfPages) as caught:
-                self.allocator.append(batch, counts)
-            assert (caught.value.needed, caught.value.available) == (needed, before - set_aside)
-            return
-        plan = self.allocator.append(batch, counts)
-        assert plan.allocated == needed
-        self.carry_out(plan, before)
-        for seq, count, used in zip(batch, counts, each, strict=True):
-            self.seqs[seq].reserved -= min(self.seqs[seq].reserved, used)
-            self.seqs[seq].appended |= count > 0
-        self.write(batch, counts, new)
-
-    def pages_needed(self, batch: list[Any], counts: list[int]) -> list[int]:
-        """Pages that each sequence takes: new ones, and copies of frozen pages it would write."""
-        count, published = self.owners(), self.published_pages()
-        written: list[list[int]] = []
-        fresh = []
-        for seq, n in zip(batch, counts, strict=True):
-            tables, model = tables_of(self.allocator, seq), self.seqs[seq]
-            new, tails = 0, []
-            for row, kind in enumerate(self.kinds if n else []):
-                live = len(model.rows[row])
-                if kind is LayerKind.ATTENTION:
-                    new += pages_for(live + n, self.size) - pages_for(live, self.size)
-                if kind is LayerKind.STATE:
-                    new += live == 0
-                if (kind is LayerKind.ATTENTION and live % self.size) or (kind is LayerKind.STATE and live):
-                    tails.append(tables[row][-1])
-            written.append(tails)
-            fresh.append(new)
-        writers = [page for tails in written for page in tails]
-        for at, tails in enumerate(written):
-            for page in tails:
-                later = any(page in others for others in written[at + 1 :])
-                last_owner = not later and writers.count(page) == count[page]
-                frozen = count[page] > 1 or page in published
-                fresh[at] += frozen and not (last_owner and page not in published)
-        return fresh
-
-    def write(self, batch: list[Any], counts: list[int], new: list[list[int]]) -> None:
-        """Puts the new tokens where the allocator says, checking that nobody else reads there."""
-        slots = self.allocator.slot_mapping(batch, counts)
-        count, published = self.owners(), self.published_pages()
-        done = 0
-        for seq, n, fresh in zip(batch, counts, new, strict=True):
-            model = self.seqs[seq]
-            for token in fresh:
-                position = len(model.tokens)
-                model.tokens.append(token)
-                for row in range(self.num_rows):
-                    if not self.grows[row]:
-                        assert slots[row, done] == 0
-                        continue
-                    page, offset = divmod(int(slots[row, done]), self.size)
-                    assert page > 0
-                    assert count[page] == 1
-                    assert page not in published
-                    content = self.contents.unique() if model.diverged else self.content(model.scope, model.tokens, row)
-                    self.memory.pages[page, offset] = content
-                    model.rows[row].append((position, content))
-                done += 1
-            for row, kind in enumerate(self.kinds):
-                if kind is LayerKind.STATE and n:
-                    [page] = tables_of(self.allocator, seq)[row]
-                    assert count[page] == 1
-                    model.rows[row] = [(0, self.contents.unique())]
-                    self.memory.pages[page, 0] = model.rows[row][0][1]
-
-    def write_cross(self, data: st.DataObject) -> None:
-        n = data.draw(st.integers(1, 7))
-        seq = self.draw(data, st.sampled_from)
-        model, rows = self.seqs[seq], [row for row, kind in enumerate(self.kinds) if kind is LayerKind.CROSS]
-        needed, before = len(rows) * pages_for(n, self.size), self.available
-        if not rows:
-            with self.refused(InvalidArgument):
-                self.allocator.write_cross(seq, n)
-        elif model.cross_written:
-            with self.refused(AlreadyWritten):
-                self.allocator.write_cross(seq, n)
-        elif needed > before - self.reserved:
-            with self.refused(OutOfPages):
-                self.allocator.write_cross(seq, n)
-        else:
-            plan = self.allocator.write_cross(seq, n)
-            assert plan.allocated == needed
-            self.carry_out(plan, before)
-            model.cross_written = True
-            for row in rows:
-                for at in range(n):
-                    content = self.contents.unique()
-                    model.rows[row].append((at, content))
-                    page = tables_of(self.allocator, seq)[row][at // self.size]
-                    self.memory.pages[page, at % self.size] = content
-
-    def crop(self, data: st.DataObject) -> None:
-        seq = self.draw(data, st.sampled_from)
-        model = self.seqs[seq]
-        keep: dict[Any, list[int]] = {}
-        for layer in range(self.config.num_layers):
-            rows = range(layer * self.config.lanes, (layer + 1) * self.config.lanes)
-            if self.kinds[rows[0]] is LayerKind.STATE:
-                continue
-            how = data.draw(st.sampled_from(["skip", "layer", "lanes"]))
-            if how == "layer":
-                keep[layer] = data.draw(subsets(min(len(model.rows[row]) for row in rows)))
-            elif how == "lanes":
-                for lane, row in enumerate(rows):
-                    keep[layer, lane] = data.draw(subsets(len(model.rows[row])))
-        by_row = {
-            row: kept
-            for key, kept in keep.items()
-            for row in ([key[0] * self.config.lanes + key[1]] if isinstance(key, tuple) else self.rows_of(key))
-        }
-        count, tables, before = self.owners(), tables_of(self.allocator, seq), self.available
-        frozen = any(self.is_frozen(page, count) for row in by_row for page in tables[row])
-        snapshot = self.allocator.snapshot()
-        try:
-            plan = self.allocator.crop(seq, keep)
-        except OutOfPages as caught:
-            error = caught
-        else:
-            self.cropped(seq, by_row, plan, frozen, before)
-            return
-        assert frozen
-        assert error.needed > error.available == max(0, before - self.reserved)
-        assert self.allocator.snapshot() == snapshot
-
-    def cropped(self, seq: Any, by_row: dict[int, list[int]], plan: Plan, frozen: bool, before: int) -> None:
-        model = self.seqs[seq]
-        assert plan.allocated == 0 or frozen
-        if all(self.moves_nothing(kept) for kept in by_row.values()):
-            assert len(plan.moves) == plan.allocated == 0
-        self.carry_out(plan, before)
-        model.diverged |= any(len(kept) != len(model.rows[row]) for row, kept in by_row.items())
-        for row, kept in by_row.items():
-            model.rows[row] = [model.rows[row][i] for i in kept]
-
-    def rows_of(self, layer: int) -> list[int]:
-        return [layer * self.config.lanes + lane for lane in range(self.config.lanes)]
-
-    def moves_nothing(self, kept: list[int]) -> bool:
-        """Whether a keep-list drops whole pages only (but for the end)."""
-        blocks = [kept[start : start + self.size] for start in range(0, len(kept), self.size)]
-        return all(block[0] % self.size == 0 and block[-1] - block[0] == len(block) - 1 for block in blocks)
-
-    def truncate(self, data: st.DataObject) -> None:
-        batch = self.draw(data, batches)
-        counts = [data.draw(st.integers(0, len(self.seqs[seq].tokens))) for seq in batch]
-        before = self.available
-        plan = self.allocator.truncate(batch, counts)
-        assert plan.allocated == len(plan.copies) == len(plan.moves) == 0
-        self.carry_out(plan, before)
-        for seq, count in zip(batch, counts, strict=True):
-            model = self.seqs[seq]
-            seen = len(model.tokens) - count
-            del model.tokens[seen:]
-            model.committed = min(model.committed, seen // self.size)
-            for row in range(self.num_rows):
-                if self.grows[row]:
-                    model.rows[row] = [(p, c) for p, c in model.rows[row] if p < seen]
-
-    def slide(self, data: st.DataObject) -> None:
-        margin = data.draw(st.sampled_from([0, 0, 2]))
-        batch = self.draw(data, batches)
-        before = self.available
-        plan = self.allocator.slide(batch, margin=margin)
-        assert plan.allocated == len(plan.copies) == len(plan.moves) == 0
-        self.carry_out(plan, before)
-        for model in (self.seqs[seq] for seq in batch):
-            for row, window in enumerate(self.windows):
-                if window is not None:
-                    oldest = len(model.tokens) - window + 1 - margin
-                    behind = sum(position < oldest for position, _ in model.rows[row])
-                    gone = behind // self.size * self.size
-                    model.diverged |= gone > 0
-                    del model.rows[row][:gone]
 
     # Prefixes
 
@@ -509,105 +237,6 @@ class AllocatorMachine(RuleBasedStateMachine):
                 self.allocator.crop(seq, {0: [live]})
             with self.refused(InvalidArgument):
                 self.allocator.truncate([seq], len(self.seqs[seq].tokens) + 1)
-
-    # What must hold after every step
-
-    @invariant()
-    def everything_reads_back(self) -> None:
-        if not hasattr(self, "allocator"):
-            return
-        self.allocator.check()
-        self.poison_unused()
-        before = self.allocator.snapshot()
-        for seq, model in self.seqs.items():
-            self.check_sequence(seq, model)
-        self.check_queries()
-        self.check_prefixes()
-        self.check_deltas()
-        assert self.allocator.snapshot() == before, "a query changed the state"
-
-    def poison_unused(self) -> None:
-        count, published = self.owners(), self.published_pages()
-        assert self.available == self.allocator.num_pages - 1 - len(count)
-        unused = [page for page in range(self.allocator.num_pages) if not count[page] and page not in published]
-        self.memory.pages[unused] = 0
-        for pages, contents in self.pins.values():
-            assert (self.memory.pages[pages] == contents).all(), "a pinned page was written"
-
-    def check_sequence(self, seq: Any, model: Sequence) -> None:
-        allocator = self.allocator
-        assert allocator.seen_len(seq) == len(model.tokens)
-        assert allocator.is_diverged(seq) == model.diverged
-        assert allocator.live_lens([seq])[:, 0].tolist() == [len(row) for row in model.rows]
-        for row, (pages, expected) in enumerate(zip(tables_of(allocator, seq), model.rows, strict=True)):
-            assert len(pages) == pages_for(len(expected), self.size)
-            held = self.memory.pages[pages].ravel()[: len(expected)]
-            assert held.tolist() == [content for _, content in expected]
-            layer, lane = divmod(row, self.config.lanes)
-            assert allocator.positions(seq, layer, lane).tolist() == [position for position, _ in expected]
-
-    def check_queries(self) -> None:
-        seqs = list(self.seqs)
-        models = list(self.seqs.values())
-        counts = [min([2, *(len(m.rows[r]) for r in range(self.num_rows) if self.grows[r])]) for m in models]
-        counts = [min(n, len(m.tokens)) for n, m in zip(counts, models, strict=True)]
-        for window in (1, 3):
-            for layer in range(self.config.num_layers):
-                if not self.grows[layer * self.config.lanes]:
-                    continue
-                start = self.allocator.visible_start(seqs, counts, layer, window)
-                expected = [
-                    [
-                        sum(p <= len(m.tokens) - n + j - window for p, _ in m.rows[row])
-                        for m, n in zip(models, counts, strict=True)
-                        for j in range(n)
-                    ]
-                    for row in self.rows_of(layer)
-                ]
-                assert start.tolist() == expected
-        stats = self.allocator.stats()
-        assert stats.num_seqs == len(seqs)
-        assert stats.live_tokens == sum(len(row) for m in models for row in m.rows)
-
-    def read_events(self) -> None:
-        for event in self.allocator.drain_events() if self.config.prefix else []:
-            if isinstance(event, BlocksCleared):
-                self.published.clear()
-            elif isinstance(event, BlockStored):
-                assert event.block not in self.published
-                scope, meaning = self.meanings[event.block]
-                assert event.parent == chain(scope, meaning, self.size)[-2]
-                self.published.add(event.block)
-            else:
-                assert isinstance(event, BlockRemoved)
-                self.published.remove(event.block)
-
-    def check_prefixes(self) -> None:
-        """Published pages hold, for ever, what their hash says."""
-        self.read_events()
-        index = self.allocator._core.prefix
-        assert (set(index.by_hash) if index else set()) == self.published
-        for digest in self.published:
-            scope, meaning = self.meanings[digest]
-            pages = index.pages[index.by_hash[digest]]  # type: ignore[union-attr]
-            first = len(meaning) - self.size
-            for row, page in enumerate(pages.tolist()):
-                expected = [self.content(scope, meaning[: first + i + 1], row) for i in range(self.size)]
-                assert self.memory.pages[page].tolist() == expected, "a published page changed"
-
-    def check_deltas(self) -> None:
-        """A copy of the tables that only ever sees deltas agrees with them."""
-        delta = self.allocator.drain_deltas()
-        assert len({*zip(delta.rows.tolist(), delta.columns.tolist(), strict=True)}) == len(delta.rows)
-        shape = np.maximum(self.mirror.shape, (delta.rows.max(initial=-1) + 1, delta.columns.max(initial=-1) + 1))
-        grown = np.zeros(shape, np.int32)
-        grown[: self.mirror.shape[0], : self.mirror.shape[1]] = self.mirror
-        self.mirror = grown
-        self.mirror[delta.rows, delta.columns] = delta.pages
-        for seq in self.seqs:
-            rows = self.allocator.device_rows([seq])[:, 0]
-            for row, pages in zip(rows, tables_of(self.allocator, seq), strict=True):
-                assert self.mirror[row, : len(pages)].tolist() == pages if pages else True
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
