@@ -97,16 +97,17 @@ class PagedMemory:
         """
         for group, max_pages in zip(self.groups, self._max_pages, strict=True):
             answer = group.allocator.can_append(seqs, counts)
-            if answer.verdict is not Verdict.OK and not self._grow(group, answer, max_pages):
+            missing = answer.needed - answer.available
+            if answer.verdict is not Verdict.OK and not self._grow(group, missing, max_pages):
                 raise OutOfPages(needed=answer.needed, available=answer.available, total=answer.total)
         for group in self.groups:
             group.store.apply(group.allocator.append(seqs, counts))
 
-    def _grow(self, group: Group, answer: Admission, max_pages: int) -> bool:
-        """Grow a group by at least the shortfall, at least by a quarter, never past its budget."""
+    def _grow(self, group: Group, missing: int, max_pages: int) -> bool:
+        """Grow a group by at least the missing pages, at least by a quarter, never past its budget."""
         have = group.store.num_pages
-        target = min(max_pages, max(have + answer.needed - answer.available, have + have // 4))
-        if target - have < answer.needed - answer.available:
+        target = min(max_pages, max(have + missing, have + have // 4))
+        if target - have < missing:
             return False
         group.store.resize(target)
         group.allocator.grow(target - have)
@@ -155,8 +156,19 @@ class PagedMemory:
         freed = 0
         for group, rows in zip(self.groups, by_group, strict=True):
             if rows:
-                freed += _applied(group, group.allocator.crop(seq, rows))
+                freed += self._crop_group(group, seq, rows)
         return freed
+
+    def _crop_group(self, group: Group, seq: SeqId, rows: dict[int | tuple[int, int], np.ndarray]) -> int:
+        """Crop one group; survivors that must move off shared pages may make the pool grow."""
+        try:
+            plan = group.allocator.crop(seq, rows)
+        except OutOfPages as error:
+            max_pages = self._max_pages[self.groups.index(group)]
+            if not self._grow(group, error.needed - error.available, max_pages):
+                raise
+            plan = group.allocator.crop(seq, rows)
+        return _applied(group, plan)
 
     def _require_crop(self, seq: SeqId, by_group: list[dict[int | tuple[int, int], np.ndarray]]) -> None:
         """Refuse a crop of several groups before the first one changes.

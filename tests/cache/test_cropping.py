@@ -184,3 +184,17 @@ def test_a_growing_pool_gives_memory_back_after_crops_and_a_reset() -> None:
     cache.check()
     cache.reset()
     assert cache.nbytes <= 0.01 * full
+
+
+def test_a_crop_that_moves_survivors_off_shared_pages_lets_a_growing_pool_grow() -> None:
+    model = tiny_model("llama")
+    cache = PagedCache.for_model(model, page_size=4)
+    with torch.no_grad():
+        model(tokens(1, 64), past_key_values=cache)
+    cache.memory.trim()
+    cache.batch_repeat_interleave(2)
+    assert cache.memory.stats()[0].free_pages == 0
+    cache.crop_layer(0, keep=list(range(0, 64, 2)), row=1)
+    assert cache.layer_lengths(0) == [64] * 4
+    assert cache.layer_lengths(1) == [32, 64, 64, 64]
+    cache.check()
