@@ -17,7 +17,7 @@ from paged_kv.store import PageStore
 INITIAL_PAGES_PER_ROW = 8
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
     """The layers of one KV shape: page ids in `allocator`, bytes in `store`."""
 
