@@ -1,4 +1,4 @@
-"""The command line: `paged-kv run` and `paged-kv doctor`. The only place that prints or reads the environment."""
+"""The command line: `paged-kv run`, `inspect` and `doctor`. The only place that prints or reads the environment."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from paged_kv.engine.params import SamplingParams
     from paged_kv.integrations.batch import BatchJob, Progress
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="A paged KV cache for Hugging Face models.",
+)
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _out = Console(highlight=False)
 
@@ -70,8 +76,28 @@ def run(  # noqa: PLR0913 - one parameter per option of the command
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine and its packages can do."""
+def inspect(
+    cache: Annotated[Path, typer.Argument(metavar="CACHE", help="A file that PagedCache.save wrote.")],
+    html: Annotated[Path | None, typer.Option(help="Draw to one HTML file instead of the terminal.")] = None,
+) -> None:
+    """Draw who holds which pages of a saved cache: by layer and row, shared and free."""
+    from paged_kv.memory_map import map_of, render_html, render_text
+    from paged_kv.persist import load
+
+    with _clear_errors():
+        batch = load(cache)
+        maps = map_of(batch.memory, {f"row {row}": seq for row, seq in enumerate(batch.seqs)})
+        if html is not None:
+            html.write_text(render_html(maps, title=cache.name))
+    for chart in maps if html is None else ():
+        _out.print(render_text(chart))
+
+
+@app.command()
+def doctor(
+    build: Annotated[bool, typer.Option("--build", help="Compile the CPU kernel now, ahead of its first use.")] = False,
+) -> None:
+    """Say what this machine and its packages can do, and which attention backend runs here and why."""
     import platform
 
     import psutil
@@ -79,8 +105,15 @@ def doctor() -> None:
     import transformers
 
     import paged_kv
-    from paged_kv.attention.cpu.build import why_not
+    from paged_kv.attention import select
+    from paged_kv.attention.cpu.build import KernelUnavailable
 
+    if build:
+        try:
+            _out.print(f"built {select.build()}")
+        except KernelUnavailable as error:
+            _err.print(f"[red]error:[/red] {escape(str(error))}")
+            raise typer.Exit(2) from error
     table = Table("", "", show_header=False, box=None)
     table.add_row("paged-kv", paged_kv.__version__)
     table.add_row("python", platform.python_version())
@@ -91,8 +124,10 @@ def doctor() -> None:
     table.add_row("memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free")
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     table.add_row("GPUs", ", ".join(gpus) or "none")
-    reason = why_not()
-    table.add_row("fused CPU kernel", "works" if reason is None else f"no: {reason}")
+    device = torch.device("cuda" if gpus else "cpu")
+    for name, works, reason in select.available_backends(device):
+        table.add_row(f"attention: {name}", "works" if works else f"no: {reason}")
+    table.add_row("attention: auto", select.pick_backend(device).name)
     packed = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     table.add_row("packed weights", "works" if packed else "no: this torch is built without oneDNN")
     for package, use in (("kvpress", "its presses as policies"), ("llguidance", "structured output")):
@@ -116,7 +151,7 @@ def _clear_errors() -> Iterator[None]:
     try:
         yield
     except (KVError, ValueError, OSError) as error:
-        _err.print(f"[red]error:[/red] {str(error) or type(error).__name__}", markup=True)
+        _err.print(f"[red]error:[/red] {escape(str(error) or type(error).__name__)}")
         raise typer.Exit(2) from error
 
 

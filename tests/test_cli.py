@@ -7,13 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent / "integrations"))
 
 from batch_files import make_model, read, write_lines
 
+from paged_kv import PagedCache
 from paged_kv.cli import app
+from tests.tiny import tiny_model, tokens
 
 ROWS = [
     {"prompt": "abc def ghi jkl mno " * 3, "max_tokens": 4, "ignore_eos": True},
@@ -86,7 +89,7 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(paged_kv
             "policy must be one of streaming, knorm",
         ),
         (["in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
-        (["in.jsonl", "-o", "out.jsonl", "--backend", "magic"], "backend must be"),
+        (["in.jsonl", "-o", "out.jsonl", "--backend", "magic"], "the names are auto, cpu"),
         (["in.jsonl", "-o", "out.jsonl", "--dtype", "int4"], "dtype must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -119,3 +122,21 @@ def test_answers_are_json_lines_a_reader_needs_nothing_else_for(paged_kv):
     [line] = [json.loads(text) for text in Path("out.jsonl").read_text().splitlines()]
     assert line["id"] == "first"
     assert len(line["outputs"]) == 2
+
+
+def test_inspect_draws_a_saved_cache_and_refuses_other_files(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    cache = PagedCache.for_model(model, page_size=4)
+    with torch.no_grad():
+        model(tokens(1, 20), past_key_values=cache)
+    cache.save(tmp_path / "cache")
+    runner = CliRunner()
+    shown = runner.invoke(app, ["inspect", str(tmp_path / "cache")])
+    assert shown.exit_code == 0
+    assert "row 0" in shown.output
+    page = tmp_path / "map.html"
+    assert runner.invoke(app, ["inspect", str(tmp_path / "cache"), "--html", str(page)]).exit_code == 0
+    assert "row 0" in page.read_text()
+    (tmp_path / "text").write_text("nothing")
+    refused = runner.invoke(app, ["inspect", str(tmp_path / "text")])
+    assert refused.exit_code == 2

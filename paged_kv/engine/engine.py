@@ -15,13 +15,14 @@ from typing import Any
 
 from allocator import Admission
 from paged_kv._compat import text_config
+from paged_kv.attention.select import pick_backend
 from paged_kv.engine import output
 from paged_kv.engine.batch import build
 from paged_kv.engine.draft import propose
 from paged_kv.engine.options import EngineOptions
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import Request, RequestOutput, Row
-from paged_kv.engine.runner import Runner, backend_for
+from paged_kv.engine.runner import Runner
 from paged_kv.engine.sampling import Sampler
 from paged_kv.engine.scheduler import Limits, Scheduler, StepPlan
 from paged_kv.engine.search import Searcher
@@ -78,7 +79,7 @@ class Engine:
         self._slides = any(window is not None for spec in specs for window in spec.windows)
         self._scheduler = Scheduler(self.memory, self._limits(caching))
         self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=_encoder(tokenizer))
-        backend = backend_for(self.options.backend, specs[0].device)
+        backend = pick_backend(specs[0].device, name=self.options.backend)
         self._runner = Runner(model, self.memory, backend, optimize=self.options.optimize)
         self._searcher = Searcher(self.memory, self._scheduler, self._sampler, self._eos_ids, tokenizer)
         self._requests: dict[str, Request] = {}

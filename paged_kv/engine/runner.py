@@ -17,9 +17,7 @@ from allocator import KVError
 from paged_kv._compat import CACHE_KEYWORD, attention_of, text_config, why_not_packed
 from paged_kv.attention.attach import PACKED_ATTENTION, register
 from paged_kv.attention.base import AttentionOptions, Backend, tie
-from paged_kv.attention.cpu.backend import CpuBackend, write_pages
-from paged_kv.attention.cpu.build import why_not
-from paged_kv.attention.sdpa import SdpaBackend
+from paged_kv.attention.cpu.backend import write_pages
 from paged_kv.engine.batch import Batch
 from paged_kv.memory import PagedMemory
 from paged_kv.optimize import optimize_for_cpu
@@ -147,21 +145,3 @@ def optimized(model: Any) -> Any:
 
 def _windows(spec: Any) -> list[tuple[int, int | None]]:
     return list(zip(spec.layers, spec.windows, strict=True))
-
-
-def backend_for(name: str, device: torch.device) -> Backend:
-    """An attention backend by name; "auto" takes the fastest that works here.
-
-    Raises:
-        ValueError: No backend of this name, or it cannot run here.
-    """
-    if name not in ("auto", "cpu", "sdpa"):
-        raise ValueError(f'backend must be "auto", "cpu" or "sdpa", got {name!r}')
-    if name == "sdpa":
-        return SdpaBackend()
-    reason = "the pages are not on the CPU" if device.type != "cpu" else why_not()
-    if reason is None:
-        return CpuBackend()
-    if name == "cpu":
-        raise ValueError(f"backend cpu cannot run here: {reason}")
-    return SdpaBackend()

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import paged_kv
 from paged_kv import PagedCache
+from paged_kv._compat import CROP_REMOVES
 from tests.tiny import FAMILIES, padded, tiny_model
 
 ATTENTIONS = ["eager", "sdpa", "paged_kv"]
@@ -77,13 +78,15 @@ def test_logits_of_a_forward_in_chunks_equal_those_of_dynamic_cache(family: str)
         pytest.param({"num_beams": 3}, id="beam"),
         pytest.param({"num_beams": 3, "do_sample": True, "num_return_sequences": 2}, id="beam sampling"),
         pytest.param({"do_sample": True, "num_return_sequences": 3}, id="sampling"),
-        pytest.param({"prompt_lookup_num_tokens": 3}, id="prompt lookup"),
+        pytest.param({"prompt_lookup_num_tokens": 3, "eos_token_id": 2}, id="prompt lookup"),
         pytest.param({"prefill_chunk_size": 8}, id="chunked prefill"),
         pytest.param({"output_scores": True, "return_dict_in_generate": True}, id="dict"),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_every_way_of_generating_gives_the_same_tokens(family: str, options: dict[str, Any]) -> None:
+    if family == "gemma3" and not CROP_REMOVES and {"prompt_lookup_num_tokens", "prefill_chunk_size"} & set(options):
+        pytest.skip("this release refuses rollback behind a window, and its own chunked prefill changes the tokens")
     model = tiny_model(family)
     inputs = padded(1, 37, [0])
     torch.manual_seed(7)
