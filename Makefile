@@ -17,7 +17,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # What must hold on every supported transformers: everything that touches it.
-FLOOR_TESTS ?= tests/cache tests/attention tests/engine tests/test_weights.py
+FLOOR_TESTS ?= tests/cache tests/compression tests/engine/test_generate.py tests/test_weights.py
 
 .PHONY: help demo test test-floor lint format types layers mutants bench-fragmentation bench-fragmentation-quick wheel clean
 
