@@ -31,7 +31,10 @@ class Entries:
 
     def places(self, tables: PageTables) -> Int64:
         """Where the entries are in the arena."""
-        return tables.base[self.slots] + self.rows * tables.width[self.slots] + self.columns
+        places: Int64 = self.rows * tables.width.take(self.slots)
+        places += tables.base.take(self.slots)
+        places += self.columns
+        return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +118,9 @@ def _new_columns(core: Core, slots: Int64, counts: Int64) -> tuple[Entries, Int6
     growing = np.flatnonzero(tables.offset(lens - 1) < added)
     batch = growing // core.num_rows
     rows = growing - batch * core.num_rows
-    ends = lens[batch, rows].astype(np.int64)
+    ends = lens.ravel().take(growing).astype(np.int64)
     columns = tables.pages_for(ends - (counts[batch] if tables.uniform else added[batch, rows]))
-    return Entries(slots[batch], rows, columns), tables.pages_for(ends) - columns, lens
+    return Entries(slots.take(batch), rows, columns), tables.pages_for(ends) - columns, lens
 
 
 def _frozen_tails(core: Core, slots: Int64, counts: Int64) -> Entries:
@@ -213,7 +216,9 @@ def _take_pages(core: Core, wanted: Demand) -> Plan:
 
 def _make_room(core: Core, slots: Int64, ends: Int64) -> None:
     """Widens the extents of `slots` to `ends` columns where they are narrower. O(k), plus the extents that move."""
-    tight = np.flatnonzero(ends > core.tables.width[slots])
+    tight = np.flatnonzero(ends > core.tables.width.take(slots))
+    if len(tight) == 0:
+        return
     tight = tight[ends[tight].argsort()]
     for slot, end in dict(zip(slots[tight].tolist(), ends[tight].tolist(), strict=True)).items():  # its largest end
         core.tables.ensure_width(slot, end)

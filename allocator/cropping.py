@@ -50,7 +50,8 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
         sources = keep[chosen] + np.repeat(row_start[changed] * size, held[changed])
         moves = _moves(core, old_pages, sources, ragged(targets[changed].astype(np.int64) * size, held[changed]))
     else:  # most pages change: whole rows at once are cheaper, and what is in place is sorted out in the end
-        sources = keep + np.repeat(old_start * size, counts)
+        sources = np.repeat(old_start * size, counts)
+        sources += keep
         moves = _moves(core, old_pages, sources, ragged(targets.astype(np.int64) * size, held))
     positions = _positions(core, slot, rows, keep, counts)
     tables.diverge(slot)
@@ -70,9 +71,13 @@ def _target_pages(
     core: Core, old_pages: Int32, own: Int64, reused: Int64, intact: Bool, used: Bool
 ) -> tuple[Int32, int]:
     """The page of every target, by the rules of the module; marks old pages that stay in `used`."""
+    if intact.all():
+        used[reused] = True
+        return old_pages[reused], 0
     targets = np.empty(len(own), np.int32)
-    targets[intact] = old_pages[reused[intact]]
-    used[reused[intact]] = True
+    stay = reused[intact]
+    targets[intact] = old_pages[stay]
+    used[stay] = True
     writable = ~core.pool.frozen(old_pages)
     in_place = ~intact & writable[own] & ~used[own]
     targets[in_place] = old_pages[own[in_place]]

@@ -149,8 +149,7 @@ class PageTables:
 
     def pages_for(self, lens: Int64) -> Int64:
         """Pages that hold `lens` tokens."""
-        pages: Int64 = (lens + (self.page_size - 1)) // self.page_size
-        return pages
+        return self.page(lens + (self.page_size - 1))
 
     def page(self, index: Int64) -> Int64:
         """Column of the page that holds a live index."""

@@ -1,0 +1,39 @@
+"""A crop of many rows in one call, of every shape at once: what is read back, and what moves."""
+
+import numpy as np
+
+from allocator import BlockAllocator, Plan
+from tests.allocator.model import Memory, tables_of
+
+TOKENS, ROWS = 24, 7
+
+
+def cropped(keep: dict[int, list[int]]) -> tuple[Plan, list[list[int]]]:
+    """The plan of a crop, and what each row holds after it; token i of row r holds 100 r + i + 1."""
+    allocator = BlockAllocator(100, page_size=4, num_layers=ROWS)
+    seq = allocator.open().seq
+    memory = Memory(100, 4)
+    allocator.append([seq], TOKENS)
+    slots = allocator.slot_mapping([seq], [TOKENS])
+    memory.pages.reshape(-1)[slots] = np.arange(ROWS)[:, None] * 100 + np.arange(1, TOKENS + 1)
+    plan = allocator.crop(seq, keep)
+    memory.apply(plan)
+    allocator.check()
+    lens = allocator.live_lens([seq])[:, 0]
+    tables = tables_of(allocator, seq)
+    return plan, [memory.pages[tables[row]].ravel()[: lens[row]].tolist() for row in range(ROWS)]
+
+
+def test_survivors_of_every_shape_are_read_back_and_only_what_is_not_in_place_moves() -> None:
+    keep = {
+        0: [0, 1, 5, 9, 23],
+        1: list(range(8, 24)),  # whole pages: nothing moves
+        2: [],
+        3: list(range(1, 24)),
+        5: [0, 1, 2],  # a prefix: nothing moves
+        6: [3, 4, 22],
+    }
+    plan, held = cropped(keep)
+    assert held == [[100 * row + i + 1 for i in keep.get(row, range(TOKENS))] for row in range(ROWS)]
+    assert (plan.moves.src != plan.moves.dst).all()
+    assert len(plan.moves) == 3 + 0 + 0 + 23 + 0 + 3  # tokens 0 and 1 of row 0 are in place
