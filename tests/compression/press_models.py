@@ -59,7 +59,9 @@ def kept_by_press(model: Any, press: Any, ids: Tensor, attention: str = "sdpa") 
         masked, module.masked_key_indices = getattr(module, "masked_key_indices", None), None
         heads = []
         for head in range(whole.keys.shape[1]):
-            distance = torch.cdist(cache.layers[layer].keys[0, head], whole.keys[0, head])
+            distance = torch.cdist(
+                cache.layers[layer].keys[0, head], whole.keys[0, head], compute_mode="donot_use_mm_for_euclid_dist"
+            )
             found = set(distance.argmin(dim=1).tolist())
             if masked is not None:
                 found -= set(masked[2][(masked[0] == 0) & (masked[1] == head)].tolist())
