@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from allocator import OutOfPages
 from paged_kv import PagedCache, detach
 from paged_kv._compat import CROP_REMOVES
+from paged_kv.attention.attach import paged_attention
+from paged_kv.compression import UnsupportedMethod
 from paged_kv.compression.kvpress import bridge
 from tests.compression.press_models import kept_by_press, kept_by_us, plain, press_model, prompts, run
 
 kvpress = pytest.importorskip("kvpress")
+from kvpress.attention_patch import attention_patch  # noqa: E402 - after the check that it is there
 
 
 @pytest.fixture
@@ -154,6 +158,55 @@ def test_two_caches_on_one_model_do_not_disturb_each_other(model: Any) -> None:
         run(model, a, first)
         run(model, b[:, :90], second)
     torch.testing.assert_close(run(model, b[:, :4], first), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("first", ["paged_kv", "kvpress"])
+def test_it_does_not_matter_which_package_was_imported_first(
+    model: Any, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # kvpress wraps what is registered when it is imported: ours if it was there already.
+    ours = attention_patch(paged_attention) if first == "paged_kv" else paged_attention
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "paged_kv", ours)
+    a, b = prompts()
+    cache, masked = PagedCache.for_model(model, lanes="head"), DynamicCache()
+    with bridge(kvpress.AdaKVPress(kvpress.KnormPress(0.5)))(model):
+        run(model, a, cache)
+    got = [run(model, token, cache) for token in b[:, :3].split(1, dim=1)]
+    model.set_attn_implementation("sdpa")
+    with plain(kvpress.AdaKVPress(kvpress.KnormPress(0.5)))(model):
+        run(model, a, masked)
+    for token, one in zip(b[:, :3].split(1, dim=1), got, strict=True):
+        torch.testing.assert_close(one, run(model, token, masked), rtol=0, atol=1e-5)
+
+
+def test_a_headwise_press_on_a_cache_with_one_table_per_layer_says_what_to_do(model: Any) -> None:
+    cache = PagedCache.for_model(model)
+    with (
+        pytest.raises(UnsupportedMethod, match='lanes="head"'),
+        bridge(kvpress.AdaKVPress(kvpress.KnormPress(0.5)))(model),
+    ):
+        run(model, prompts()[0], cache)
+
+
+def test_a_padded_row_inside_a_headwise_press_keeps_no_padding(model: Any) -> None:
+    a, b = prompts()
+    ids = torch.cat([b, torch.cat([torch.full((1, 28), 2), a[:, :100]], dim=1)])
+    mask = torch.ones_like(ids)
+    mask[1, :28] = 0
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    cache = PagedCache.for_model(model, lanes="head")
+    with bridge(kvpress.AdaKVPress(kvpress.SnapKVPress(0.5, window_size=16)))(model), torch.no_grad():
+        model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], dim=1)
+        out = model(
+            a[:, :1].expand(2, -1), attention_mask=more, past_key_values=cache, position_ids=more.sum(1)[:, None] - 1
+        )
+    assert out.logits.isfinite().all()
+    for layer in kept_by_us(cache, row=1):
+        assert min(min(head) for head in layer) >= 28
+    for layer in kept_by_us(cache, row=0):
+        assert sum(map(len, layer)) == 4 * 64 + 4
+    cache.check()
 
 
 def test_the_bridge_leaves_the_model_as_it_was_also_after_an_error(model: Any) -> None:
