@@ -67,10 +67,13 @@ def run(  # noqa: PLR0913 - one parameter per option of the command
         "enable_prefix_caching": prefix_caching,
     }
     with _clear_errors():
+        if budget < 0:
+            raise ValueError(f"--budget must be at least 0 tokens, got {budget}")
         base = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         named = {"budget": budget, "policy": policy if budget else "", "spread": spread if budget else 0.0}
+        is_new = not output.exists()
         opened = _open(source, output, base, {"model": model, "dtype": dtype} | named, overwrite)
-        with _llm(model, dtype, settings) as llm:
+        with _unclaimed(output, is_new), _llm(model, dtype, settings) as llm:
             base = _with_budget(base, llm, named)
             _work(llm, source, opened, base, retry_errors)
 
@@ -153,6 +156,18 @@ def _clear_errors() -> Iterator[None]:
     except (KVError, ValueError, OSError) as error:
         _err.print(f"[red]error:[/red] {escape(str(error) or type(error).__name__)}")
         raise typer.Exit(2) from error
+
+
+@contextlib.contextmanager
+def _unclaimed(output: Path, is_new: bool) -> Iterator[None]:
+    """Remove the files of a new job that failed before its first row, so that a corrected command can start over."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        if is_new and output.exists() and output.stat().st_size == 0:
+            output.unlink()
+            output.with_name(output.name + ".manifest.json").unlink(missing_ok=True)
+        raise
 
 
 def _open(source: Path, output: Path, base: SamplingParams, settings: dict[str, Any], overwrite: bool) -> Any:

@@ -140,3 +140,27 @@ def test_inspect_draws_a_saved_cache_and_refuses_other_files(tmp_path: Path) -> 
     (tmp_path / "text").write_text("nothing")
     refused = runner.invoke(app, ["inspect", str(tmp_path / "text")])
     assert refused.exit_code == 2
+
+
+def test_lines_that_break_a_tokenizer_or_bias_by_integers_stop_nothing(paged_kv):
+    lines = [
+        json.dumps({"prompt": "abc", "logit_bias": {"5": 1000}, "max_tokens": 2}),
+        '{"prompt": "lone \\ud83d surrogate", "max_tokens": 2}',
+        json.dumps({"prompt": "abc", "max_tokens": 2}),
+    ]
+    Path("in.jsonl").write_text("\n".join(lines) + "\n")
+    paged_kv("in.jsonl", "--output", "out.jsonl")
+    answers = read(Path("out.jsonl"))
+    assert [line["line"] for line in answers] == [1, 2, 3]
+    assert "error" not in answers[0]
+    assert "error" not in answers[2]
+
+
+def test_a_run_that_fails_before_its_first_row_leaves_the_output_free(paged_kv, model_folder):
+    write_lines(Path("in.jsonl"), ROWS)
+    failed = CliRunner().invoke(app, ["run", "in.jsonl", "-o", "out.jsonl", "--model", "/no/such"])
+    assert failed.exit_code == 2
+    assert not list(Path().glob("out.jsonl*"))
+    assert "--budget" in paged_kv("in.jsonl", "--output", "out.jsonl", "--budget", "-5", status=2)
+    paged_kv("in.jsonl", "--output", "out.jsonl")
+    assert len(read(Path("out.jsonl"))) == 2

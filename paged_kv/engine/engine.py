@@ -195,7 +195,10 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest("a text prompt needs a tokenizer; this engine has none: give token ids")
-            return list(self.tokenizer(prompt)["input_ids"])
+            try:
+                return list(self.tokenizer(prompt)["input_ids"])
+            except (TypeError, UnicodeError) as error:
+                raise InvalidRequest(f"the tokenizer refused the prompt (a lone surrogate?): {error}") from error
         if not isinstance(prompt, Sequence):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
         ids: list[Any] = list(prompt)

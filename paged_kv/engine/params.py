@@ -85,7 +85,11 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         for name in ("stop_token_ids", "logits_processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name) or ()))
+            object.__setattr__(self, name, _several(name, getattr(self, name)))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise InvalidParams(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
+        if self.structured is not None and not callable(self.structured):
+            raise InvalidParams(f"structured must be a logits processor, got {self.structured!r}")
         self._check_integers()
         self._check_numbers()
         self._check_conflicts()
@@ -189,11 +193,18 @@ def _is_text(value: object) -> bool:
 def _strings(name: str, value: str | Sequence[str] | None) -> tuple[str, ...]:
     if value is None:
         return ()
-    strings = (value,) if isinstance(value, str) else tuple(value)
+    strings = (value,) if isinstance(value, str) else _several(name, value)
     for string in strings:
         if not _is_text(string):
             raise InvalidParams(f"{name} must hold non-empty strings, got {string!r}")
     return strings
+
+
+def _several(name: str, value: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(value or ())
+    except TypeError:
+        raise InvalidParams(f"{name} must be a list, got {value!r}") from None
 
 
 def _token(name: str, value: object) -> int:

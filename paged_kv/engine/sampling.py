@@ -205,7 +205,7 @@ def _edit(logits: Tensor, rows: Sequence[Row]) -> None:
             changes |= dict.fromkeys(row.sampler.stops, -float("inf"))
         lines += [i] * len(changes)
         tokens += changes.keys()
-        values += changes.values()
+        values += map(float, changes.values())
     if lines:
         index = torch.tensor([lines, tokens], device=logits.device)
         logits.index_put_((index[0], index[1]), torch.tensor(values, device=logits.device), accumulate=True)

@@ -77,7 +77,7 @@ def parse(line: bytes, number: int, base: SamplingParams) -> BatchRow:
     """
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadLine(f"not JSON: {error}") from None
     if not isinstance(values, dict):
         raise BadLine(f"a line is a JSON object, got {type(values).__name__}")
@@ -183,7 +183,7 @@ def _identity(raw: bytes) -> tuple[str | None, Any]:
     """The form and name of a line that could not be run, as far as they can be read."""
     try:
         values = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None, None
     if not isinstance(values, dict):
         return None, None

@@ -45,6 +45,11 @@ def test_an_openai_line_is_read_with_its_own_names():
         ({"messages": [{"role": "user"}]}, 'needs role and content, got {"role": "user"}'),
         ({"prompt": "a", "temprature": 1}, "unknown sampling parameter 'temprature'"),
         ({"prompt": "a", "top_p": 2}, "top_p must be between 0.0 and 1.0, got 2"),
+        ({"prompt": "a", "stop": 5}, "stop must be a list, got 5"),
+        ({"prompt": "a", "bad_words": 5}, "bad_words must be a list, got 5"),
+        ({"prompt": "a", "stop_token_ids": 5}, "stop_token_ids must be a list, got 5"),
+        ({"prompt": "a", "logit_bias": [1]}, "logit_bias maps token ids to numbers, got [1]"),
+        ({"prompt": "a", "structured": 5}, "structured must be a logits processor, got 5"),
         ({"prompt": "a", "priority": "x"}, "priority must be an integer, got 'x'"),
         (CHAT | {"url": "/v1/embeddings", "body": {}}, "url must be /v1/chat/completions or /v1/completions"),
         (CHAT | {"method": "GET", "body": {}}, "method must be POST, got 'GET'"),
@@ -61,8 +66,9 @@ def test_a_bad_line_says_what_is_wrong(values, message):
 
 
 def test_text_that_is_not_json_says_so():
-    with pytest.raises(BadLine, match="not JSON"):
-        parse(b'{"prompt": ', 1, BASE)
+    for raw in (b'{"prompt": ', b"[" * 100_000):
+        with pytest.raises(BadLine, match="not JSON"):
+            parse(raw, 1, BASE)
 
 
 @pytest.mark.parametrize("raw", [b"nonsense", b'{"prompt": 1, "id": 4}', json.dumps(CHAT).encode()])
