@@ -17,6 +17,8 @@ OFFLINE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 # What must hold on every supported transformers: everything that touches it.
+# Real weights: batches of all prompts here; each alone, and every layer's keep-sets, on request.
+FLOOR_SELECT ?= not each_prompt_alone and not smollm2_keep_sets
 FLOOR_TESTS ?= tests/cache tests/compression tests/engine/test_generate.py tests/test_weights.py
 
 .PHONY: help demo test test-floor lint format types layers mutants bench-fragmentation bench-fragmentation-quick wheel clean
@@ -62,7 +64,7 @@ test: $(VENV)/.dev  ## the whole test suite
 	$(OFFLINE) $(PY) -m pytest $(PYTEST_ARGS)
 
 test-floor: $(FLOOR)/.dev  ## the equivalence tests on the oldest supported transformers
-	$(OFFLINE) $(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) $(PYTEST_ARGS)
+	$(OFFLINE) $(FLOOR)/bin/python -m pytest $(FLOOR_TESTS) -k "$(FLOOR_SELECT)" $(PYTEST_ARGS)
 
 lint: $(VENV)/.dev  ## ruff: rules and format
 	$(BIN)/ruff check .

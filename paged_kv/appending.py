@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,15 @@ class AppendingCache(DynamicCache):
         if not _compat.is_pageable(native):
             return native
         return PagedLayer(self, index, getattr(native, "sliding_window", None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # The copy serves the same model: it must see the attention that the model's config names now, not then.
+        memo[id(self._config)] = self._config
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            setattr(twin, name, deepcopy(value, memo))
+        return twin
 
     # -- a forward pass ----------------------------------------------------------------------------------------------
 

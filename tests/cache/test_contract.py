@@ -32,6 +32,7 @@ def test_a_deep_copy_goes_its_own_way() -> None:
         assert twin.layer_lengths() == [30, 7, 30, 30]
         second = model(tokens(1, 3), past_key_values=twin).logits
     assert torch.equal(first, second)
+    assert twin._config is cache._config, "a later change of the model's attention is seen by both"
     cache.reset()
     assert twin.layer_lengths() == [33, 10, 33, 33]
     twin.check()

@@ -118,7 +118,7 @@ def test_tokens_are_the_same_alone_and_in_any_schedule(model, alone, made, optio
     run_schedule(model, made, options, alone)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=175, deadline=None, suppress_health_check=list(HealthCheck))
 @given(made=requests(), options=engines())
 def test_tokens_are_the_same_in_many_more_schedules(model, alone, made, options):

@@ -209,7 +209,7 @@ with LLM({model!r}, num_pages=2000, page_size=4, max_num_seqs=8, max_num_batched
 """
 
 
-@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [3, pytest.param(20, marks=pytest.mark.nightly)])
 def test_killed_jobs_end_with_the_same_file_as_an_uninterrupted_one(llm, model_folder, tmp_path, moments):
     source = write_lines(tmp_path / "in.jsonl", rows(200))
     run(llm, source, tmp_path / "whole.jsonl")
