@@ -69,7 +69,14 @@ def _holder(config: Any, layer: int) -> int:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kwargs: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     oracle = _CURRENT[-1]
     queries, columns = query.shape[2], key.shape[2]
