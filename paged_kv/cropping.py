@@ -99,6 +99,8 @@ class CroppingCache(AppendingCache):
         Raises:
             KVError: Unknown layer, negative or fractional budget, an empty cache; nothing changed.
         """
+        if getattr(policy, "rerotate", False):
+            raise KVError("crop_layers does not turn keys: use paged_kv.compression.compress for rerotate=True")
         for layer_idx, budget in budgets.items():
             self._cropable(layer_idx)
             check_budget(layer_idx, budget)

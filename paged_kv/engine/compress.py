@@ -35,6 +35,8 @@ class Compression:
         for budget in budgets:
             if type(budget) is not int or budget < 1:
                 raise ValueError(f"a budget is a number of tokens, at least 1, got {budget!r}")
+        if getattr(self.policy, "rerotate", False):
+            raise ValueError("the engine does not turn keys: rerotate=True is for a cache, not for a request")
         if self.every is not None and self.every < 1:
             raise ValueError(f"every must be at least 1 token, got {self.every}")
 

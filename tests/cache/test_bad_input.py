@@ -43,6 +43,7 @@ CROPS: list[Any] = [
     pytest.param(lambda c: c.crop_heads(0, [[0], [1], [2], [3]]), 'lanes="head"', id="heads without lanes"),
     pytest.param(lambda c: c.crop_layers({0: -1}, KeyNorm()), "-1", id="negative budget"),
     pytest.param(lambda c: c.crop_layers({0: 0.5}, KeyNorm()), "0.5", id="a ratio for a budget"),
+    pytest.param(lambda c: c.crop_layers({0: 8}, StreamingLLM(rerotate=True)), "rerotate", id="keys that turn"),
     pytest.param(lambda c: c.crop_layers({7: 3}, KeyNorm()), "layer 7", id="budget of an unknown layer"),
     pytest.param(lambda c: c.crop_layers({0: 3, 7: 3}, KeyNorm()), "layer 7", id="one good, one unknown layer"),
 ]
