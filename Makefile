@@ -98,4 +98,4 @@ wheel: $(VENV)/.dev  ## a pure Python wheel in dist/
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
 clean:  ## remove what the targets made, environments excepted
-	rm -rf build dist out out*.jsonl .pytest_cache .mypy_cache .ruff_cache
+	rm -rf build dist out out*.jsonl out*.manifest.json .pytest_cache .mypy_cache .ruff_cache
