@@ -80,10 +80,6 @@ class KVSpec:
         width = self.key_width + self.value_width
         return len(self.layers) * self.num_kv_heads * width * self.dtype.itemsize
 
-    def pages_for_bytes(self, num_bytes: int) -> int:
-        """Pages that fit into `num_bytes`, the null page not counted."""
-        return max(0, num_bytes // self.bytes_per_page - 1)
-
     @classmethod
     def from_model(
         cls,

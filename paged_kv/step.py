@@ -57,7 +57,7 @@ class Step:
         """Write the new tokens' K and V `[tokens, kv_heads, width]` into a layer's slots."""
         group, index = self._place(layer)
         tables = self._tables[id(group)]
-        group.store.write_at(keys, values, tables.pages[index], tables.offsets[index])
+        group.store.write(keys, values, tables.pages[index], tables.offsets[index])
 
     def view(self, layer: int, window: int | None = None) -> LayerView:
         """A layer's pages for an attention backend, the new tokens included.

@@ -83,18 +83,15 @@ class PageStore:
         """Bytes of the page tensors."""
         return self.keys.nbytes + self.values.nbytes
 
-    def write(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def write(self, keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> None:
         """Write new tokens into their slots.
 
         Args:
             keys: `[tokens, kv_heads, key_width]`.
             values: `[tokens, kv_heads, value_width]`.
-            slots: int64 `[lanes, tokens]`, distinct.
+            pages: int64 `[lanes, tokens]`, the page of each slot; slots are distinct.
+            offsets: int64 `[lanes, tokens]`, the place of each slot in its page.
         """
-        self.write_at(keys, values, slots // self.spec.page_size, slots % self.spec.page_size)
-
-    def write_at(self, keys: Tensor, values: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        """As `write`, with each slot's page and offset in it, int64 `[lanes, tokens]`, computed before."""
         self.keys[pages, :, offsets] = self._by_lane(keys).to(self.spec.dtype)
         self.values[pages, :, offsets] = self._by_lane(values).to(self.spec.dtype)
 

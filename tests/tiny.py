@@ -34,6 +34,22 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+}
+
 #: More families: the wider grid.
 MORE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", "MistralForCausalLM", {"sliding_window": None}),
@@ -75,44 +91,8 @@ MORE_FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "stablelm": ("StableLmConfig", "StableLmForCausalLM", {"head_dim": 8, "partial_rotary_factor": 0.5}),
     "glm4": ("Glm4Config", "Glm4ForCausalLM", {}),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4}),
-    "deepseek v2": (
-        "DeepseekV2Config",
-        "DeepseekV2ForCausalLM",
-        {
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 8,
-            "head_dim": 8,
-        },
-    ),
-    "deepseek v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        {
-            "kv_lora_rank": 16,
-            "q_lora_rank": 24,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 8,
-            "head_dim": 8,
-        },
-    ),
+    "deepseek v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "deepseek v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM", _LATENT),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"n_layer": 3, "n_head": 4}),
     "falcon": (
         "FalconConfig",
