@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paged_kv.engine.plan import StepPlan
 from paged_kv.engine.request import Row
-from paged_kv.engine.scheduler import StepPlan
 
 
 @dataclass(frozen=True, slots=True)

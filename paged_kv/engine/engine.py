@@ -10,34 +10,28 @@ An exception in the forward pass rolls the pages back to where the step began an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from allocator import Admission
-from paged_kv._compat import text_config
 from paged_kv.attention.select import pick_backend
 from paged_kv.engine import output
 from paged_kv.engine.batch import build
 from paged_kv.engine.draft import propose
+from paged_kv.engine.intake import Intake, InvalidRequest, Prompt, encoder_of, eos_ids_of, max_len_of, vocab_size_of
 from paged_kv.engine.options import EngineOptions
 from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.plan import Limits, StepPlan
 from paged_kv.engine.request import Request, RequestOutput, Row
 from paged_kv.engine.runner import Runner
 from paged_kv.engine.sampling import Sampler
-from paged_kv.engine.scheduler import Limits, Scheduler, StepPlan
+from paged_kv.engine.scheduler import Scheduler
 from paged_kv.engine.search import Searcher
 from paged_kv.engine.stats import EngineStats, Meter
 from paged_kv.engine.stopping import watch
 from paged_kv.group import Budget
 from paged_kv.memory import PagedMemory
 from paged_kv.spec import KVSpec
-
-#: Text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
-
-class InvalidRequest(ValueError):
-    """Raised when a request cannot be run as it is. Do: correct the value that is named."""
 
 
 class Engine:
@@ -65,8 +59,9 @@ class Engine:
         self.options = options or EngineOptions()
         self.tokenizer = tokenizer
         self._clock = clock
-        self.max_len = _max_len(model, self.options.max_model_len)
-        self._eos_ids = frozenset(_eos_ids(model))
+        self.max_len = max_len_of(model, self.options.max_model_len)
+        self._intake = Intake(tokenizer, vocab_size=vocab_size_of(model), max_len=self.max_len)
+        self._eos_ids = eos_ids_of(model)
         specs = KVSpec.from_model(model, page_size=self.options.page_size, lanes=self.options.lanes)
         budget = Budget.of(
             specs,
@@ -78,7 +73,7 @@ class Engine:
         self.memory = PagedMemory(specs, budget, enable_prefix_caching=caching)
         self._slides = any(window is not None for spec in specs for window in spec.windows)
         self._scheduler = Scheduler(self.memory, self._limits(caching))
-        self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=_encoder(tokenizer))
+        self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=encoder_of(tokenizer))
         backend = pick_backend(specs[0].device, name=self.options.backend)
         self._runner = Runner(model, self.memory, backend, optimize=self.options.optimize)
         self._searcher = Searcher(self.memory, self._scheduler, self._sampler, self._eos_ids, tokenizer)
@@ -130,8 +125,7 @@ class Engine:
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use")
         params = params or SamplingParams()
-        text, ids, logits_from = self._parse(prompt)
-        self._check(ids, params)
+        text, ids, logits_from = self._intake(prompt, params)
         if params.prompt_logprobs is not None and logits_from is None:
             logits_from = 0
         request = Request(
@@ -178,47 +172,6 @@ class Engine:
     def num_unfinished(self) -> int:
         """Requests that wait or run."""
         return len(self._requests)
-
-    def _parse(self, prompt: Prompt) -> tuple[str | None, list[int], int | None]:
-        """Text (if known), token ids and the first position whose logits are wanted."""
-        if isinstance(prompt, str):
-            return prompt, self._tokens(prompt), None
-        if not isinstance(prompt, Mapping):
-            return None, self._tokens(prompt), None
-        text = prompt.get("prompt")
-        ids = prompt.get("prompt_token_ids", text)
-        if ids is None:
-            raise InvalidRequest("a prompt mapping needs prompt or prompt_token_ids")
-        return text, self._tokens(ids), prompt.get("logits_from")
-
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("a text prompt needs a tokenizer; this engine has none: give token ids")
-            try:
-                return list(self.tokenizer(prompt)["input_ids"])
-            except (TypeError, UnicodeError) as error:
-                raise InvalidRequest(f"the tokenizer refused the prompt (a lone surrogate?): {error}") from error
-        if not isinstance(prompt, Sequence):
-            raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-        ids: list[Any] = list(prompt)
-        for token in ids:
-            if type(token) is not int or token < 0:
-                raise InvalidRequest(f"a prompt is text or a list of token ids, got {token!r} in it")
-        return ids
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        if not ids:
-            raise InvalidRequest("the prompt is empty")
-        vocab = self._runner.vocab_size
-        highest = max(*ids, *params.stop_token_ids, *(params.logit_bias or {}), 0)
-        if highest >= vocab:
-            raise InvalidRequest(f"token id {highest} is outside the model's vocabulary of {vocab}")
-        room = self.max_len - (params.max_tokens != 0)
-        if len(ids) > room:
-            raise InvalidRequest(f"the prompt has {len(ids)} tokens, the model takes at most {room}")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer; this engine has none: use stop_token_ids")
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -356,31 +309,3 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _max_len(model: Any, limit: int | None) -> int:
-    """Most tokens of a sequence: the model's positions, or the given limit if that is lower.
-
-    Raises:
-        ValueError: The limit is above the model's positions.
-    """
-    positions = getattr(text_config(model), "max_position_embeddings", None)
-    if limit is None:
-        return int(positions) if positions else 1 << 30
-    if positions and limit > positions:
-        raise ValueError(f"max_model_len={limit} is above the model's {positions} positions")
-    return limit
-
-
-def _eos_ids(model: Any) -> list[int]:
-    for config in (getattr(model, "generation_config", None), model.config):
-        eos = getattr(config, "eos_token_id", None)
-        if eos is not None:
-            return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
-    return []
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], list[int]] | None:
-    if tokenizer is None:
-        return None
-    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -16,7 +16,8 @@ from tqdm.auto import tqdm
 
 from allocator import KVError
 from paged_kv.engine import output
-from paged_kv.engine.engine import Engine, InvalidRequest, Prompt
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.intake import InvalidRequest, Prompt
 from paged_kv.engine.options import EngineOptions
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import RequestOutput

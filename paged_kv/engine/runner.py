@@ -123,11 +123,6 @@ class Runner:
         logits: Tensor = result.logits[0]
         return logits
 
-    @property
-    def vocab_size(self) -> int:
-        """Token ids that the model has an embedding for."""
-        return int(self._model.get_input_embeddings().num_embeddings)
-
     def close(self) -> None:
         """Leave the model as it was found."""
         if self._optimized is not None:

@@ -11,89 +11,13 @@ never preempted for a younger one and admission is strictly in order, so that ev
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
 
-from allocator import Admission, SeqId, Verdict
+from allocator import Admission, Verdict
 from paged_kv.engine.hints import PrefixHints
+from paged_kv.engine.plan import Limits, Memory, StepPlan
+from paged_kv.engine.queue import WaitingQueue
 from paged_kv.engine.request import Request, Row
-
-
-class Memory(Protocol):
-    """What the scheduler asks of the pages; `paged_kv.memory.PagedMemory` is one."""
-
-    def open(
-        self, tokens: Sequence[int] | None = None, *, scope: bytes = b"", limit: int | None = None
-    ) -> tuple[SeqId, int]:
-        """Open a sequence; returns its id and how many of its tokens are there already."""
-        ...
-
-    def can_append(self, seqs: Sequence[SeqId], counts: Sequence[int]) -> Admission:
-        """Whether so many new tokens of each sequence fit."""
-        ...
-
-    def close(self, seq: SeqId) -> object:
-        """Give a sequence's pages back."""
-        ...
-
-    def preempt(self, seq: SeqId) -> object:
-        """Give a sequence's pages back, to be recomputed."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of a step.
-
-    Attributes:
-        max_num_seqs: Most rows that run at once.
-        max_num_batched_tokens: Most tokens that one forward computes.
-        page_size: Tokens of a block of the prefix cache.
-        watermark: Pages that admission leaves free for the rows that already run.
-        prefix_caching: Whether prompts may share pages.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 1024
-    page_size: int = 16
-    watermark: int = 0
-    prefix_caching: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.watermark < 0:
-            raise ValueError(f"watermark must be at least 0, got {self.watermark}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} is below max_num_seqs={self.max_num_seqs}: "
-                "every running row decodes one token a step"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step.
-
-    Attributes:
-        rows: Rows that take part, those that decode first.
-        counts: Tokens that each computes: those after its `num_computed`, then its draft.
-        preempted: Rows that gave their pages back and wait again.
-        unfit: Rows that the pool cannot hold even alone, with the answer; they are still here, `finish` them.
-    """
-
-    rows: tuple[Row, ...] = ()
-    counts: tuple[int, ...] = ()
-    preempted: tuple[Row, ...] = ()
-    unfit: tuple[tuple[Row, Admission], ...] = ()
-
-    @property
-    def seqs(self) -> list[SeqId]:
-        """The rows' sequences."""
-        return [row.seq for row in self.rows if row.seq is not None]
 
 
 class Scheduler:
@@ -103,9 +27,8 @@ class Scheduler:
         self._memory = memory
         self.limits = limits
         self._prefixes = PrefixHints(limits.page_size if limits.prefix_caching else None)
-        self._waiting: list[tuple[tuple[int, int], int, Row]] = []
+        self._waiting = WaitingQueue()
         self._running: dict[Row, None] = {}
-        self._num_stale = 0
         self._blocked = False
         self.num_preemptions = 0
 
@@ -114,7 +37,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Rows without pages."""
-        return len(self._waiting) - self._num_stale
+        return len(self._waiting)
 
     @property
     def running(self) -> list[Row]:
@@ -124,7 +47,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether any row is left."""
-        return bool(self._running) or self.num_waiting > 0
+        return bool(self._running) or bool(self._waiting)
 
     def check(self) -> None:
         """Assert that running rows have pages and waiting ones none.
@@ -136,7 +59,7 @@ class Scheduler:
             assert row.seq is not None, f"running row of {row.request.request_id} has no pages"
             assert row in row.request.rows, f"running row of {row.request.request_id} is not among its rows"
             assert 0 <= row.num_computed <= len(row.tokens), f"row of {row.request.request_id} is ahead of its tokens"
-        for _, _, row in self._waiting:
+        for row in self._waiting:
             assert row.seq is None, f"waiting row of {row.request.request_id} has pages"
         assert sum(self._seats(row) for row in self._running) <= self.limits.max_num_seqs, "more rows than seats"
 
@@ -151,7 +74,7 @@ class Scheduler:
         if request.seats > self.limits.max_num_seqs:
             raise ValueError(f"{request.seats} completions asked for, at most {self.limits.max_num_seqs} run at once")
         for row in request.rows:
-            self._push(row)
+            self._waiting.push(row)
 
     def advance(self, plan: StepPlan) -> None:
         """Note that the step's tokens are in the pages."""
@@ -273,11 +196,11 @@ class Scheduler:
         in_flight = self._prefixes.in_flight(self._running)
         deferred: list[Row] = []
         while budget > 0 and seats > 0 and len(deferred) < 4 * self.limits.max_num_seqs:
-            row = self._pop()
+            row = self._waiting.pop()
             if row is None:
                 break
             if self._seats(row) > seats:
-                self._push(row)
+                self._waiting.push(row)
                 break
             if self._prefixes.is_worth_waiting(row, in_flight):
                 deferred.append(row)
@@ -287,7 +210,7 @@ class Scheduler:
                 unfit[row] = refusal
                 continue
             if refusal is not None:
-                self._push(row)
+                self._waiting.push(row)
                 self._blocked = True
                 break
             seats -= self._seats(row)
@@ -299,7 +222,7 @@ class Scheduler:
                 budget -= count
             in_flight |= self._prefixes.in_flight([row])
         for row in deferred:
-            self._push(row)
+            self._waiting.push(row)
 
     def _start(self, row: Row, pending: dict[Row, int]) -> Admission | None:
         """Open a waiting row's sequence if its tokens fit beside the pending ones and the watermark, or say why not."""
@@ -319,20 +242,7 @@ class Scheduler:
         self._running[row] = None
         return None
 
-    # -- queue -------------------------------------------------------------------------------------------------------
-
-    def _push(self, row: Row) -> None:
-        row.queued = True
-        heapq.heappush(self._waiting, (row.request.key, row.index, row))
-
-    def _pop(self) -> Row | None:
-        while self._waiting:
-            row = heapq.heappop(self._waiting)[2]
-            row.queued = False
-            if row.finish_reason is None:
-                return row
-            self._num_stale -= 1
-        return None
+    # -- pages back -------------------------------------------------------------------------------------------------
 
     def _preempt(self, row: Row) -> None:
         assert row.seq is not None
@@ -344,7 +254,7 @@ class Scheduler:
         row.draft = []
         row.request.num_preemptions += 1
         self.num_preemptions += 1
-        self._push(row)
+        self._waiting.push(row)
 
     def _release(self, row: Row) -> None:
         """Give a row's pages back, or leave its entry in the queue to be skipped."""
@@ -354,8 +264,8 @@ class Scheduler:
             if row.seq is not None:
                 self._memory.close(row.seq)
                 row.seq = None
-        elif row.queued:
-            self._num_stale += 1
+        else:
+            self._waiting.forget(row)
 
     @staticmethod
     def _seats(row: Row) -> int:

@@ -12,7 +12,8 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from paged_kv.engine.engine import Engine, InvalidRequest, Prompt
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.intake import InvalidRequest, Prompt
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import RequestOutput
 from paged_kv.engine.stats import EngineStats

@@ -18,7 +18,7 @@ import transformers
 
 import paged_kv
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.engine import InvalidRequest
+from paged_kv.engine.intake import InvalidRequest
 from paged_kv.engine.llm import LLM
 from paged_kv.engine.request import RequestOutput
 from paged_kv.engine.stats import EngineStats

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paged_kv.engine.engine import InvalidRequest
+from paged_kv.engine.intake import InvalidRequest
 from paged_kv.engine.llm import LLM
 from paged_kv.engine.params import SamplingParams
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -83,3 +84,18 @@ def kept_by_us(cache: PagedCache, row: int = 0) -> list[list[list[int]]]:
 def plain(press: Any) -> Any:
     """A press for plain caches: kvpress's own where it runs alone, else behind the bridge."""
     return bridge(press) if CROP_REMOVES else press
+
+
+def attached(press: Any, behind_bridge: bool) -> Any:
+    return bridge(press) if behind_bridge else press
+
+
+BOTH_WAYS = pytest.mark.parametrize(
+    "behind_bridge",
+    [
+        pytest.param(
+            False, id="press alone", marks=pytest.mark.skipif(CROP_REMOVES, reason="kvpress needs the bridge")
+        ),
+        pytest.param(True, id="bridge"),
+    ],
+)

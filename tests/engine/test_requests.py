@@ -8,7 +8,7 @@ import pytest
 from engine_models import alone, prompts
 
 from paged_kv.engine import LLM, InvalidParams, SamplingParams
-from paged_kv.engine.engine import InvalidRequest
+from paged_kv.engine.intake import InvalidRequest
 from paged_kv.engine.llm import ModelNotFound
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

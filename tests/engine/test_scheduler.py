@@ -8,8 +8,9 @@ import pytest
 
 from allocator import BlockAllocator, SeqId
 from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.plan import Limits
 from paged_kv.engine.request import Request, Row
-from paged_kv.engine.scheduler import Limits, Scheduler
+from paged_kv.engine.scheduler import Scheduler
 
 PAGE = 4
 

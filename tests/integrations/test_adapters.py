@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.engine import InvalidRequest
+from paged_kv.engine.intake import InvalidRequest
 from paged_kv.engine.llm import LLM
 from paged_kv.integrations.lm_eval import Answers, harness_model
 from paged_kv.integrations.metrics import prometheus

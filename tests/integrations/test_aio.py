@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.engine import Engine, InvalidRequest
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.intake import InvalidRequest
 from paged_kv.engine.llm import LLM
 from paged_kv.engine.options import EngineOptions
 from paged_kv.integrations.aio import AsyncEngine
