@@ -54,9 +54,9 @@ $(FLOOR)/.dev: pyproject.toml constraints-floor.txt
 demo: $(VENV)/.demo  ## complete examples/prompts.jsonl with SmolLM2, uncropped and under a per-layer budget
 	@mkdir -p $(dir $(OUT))
 	@echo "== nothing cropped: $(OUT)"
-	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT) --overwrite
+	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT)
 	@echo "== layers keep 192 tokens of a prompt (first) to 64 (last): $(OUT:.jsonl=-budget.jsonl)"
-	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT:.jsonl=-budget.jsonl) --overwrite --budget 128
+	$(OFFLINE) $(BIN)/paged-kv run examples/prompts.jsonl --output $(OUT:.jsonl=-budget.jsonl) --budget 128
 
 # ---------------------------------------------------------------- checks
 

@@ -25,13 +25,29 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="A paged KV cache for Hugging Face models.",
+    help="A paged KV cache for Hugging Face models. PAGED_KV_CACHE names the folder that the demo model is kept in "
+    "(~/.cache/paged-kv by default).",
 )
 _err = Console(stderr=True, highlight=False, soft_wrap=True)
 _out = Console(highlight=False)
 
 #: Seconds between two plain progress lines.
 PLAIN_INTERVAL = 10.0
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import paged_kv
+
+        _out.print(f"paged-kv {paged_kv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    """A paged KV cache for Hugging Face models."""
 
 
 @app.command()
@@ -55,7 +71,11 @@ def run(  # noqa: PLR0913 - one parameter per option of the command
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over if the output exists.")] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Run failed lines again.")] = False,
 ) -> None:
-    """Complete every line of INPUT. Run the same command again to go on after an interruption."""
+    """Complete every line of INPUT. Run the same command again to go on after an interruption.
+
+    Ends with status 0 when all rows have an answer (a row that failed says so in its line), 1 when every row failed, 2
+    when the job cannot start or go on, 130 after Ctrl-C.
+    """
     from paged_kv.engine import SamplingParams
 
     settings = {
@@ -73,6 +93,10 @@ def run(  # noqa: PLR0913 - one parameter per option of the command
         named = {"budget": budget, "policy": policy if budget else "", "spread": spread if budget else 0.0}
         is_new = not output.exists()
         opened = _open(source, output, base, {"model": model, "dtype": dtype} | named, overwrite)
+        if opened.is_complete and not retry_errors:
+            _err.print("nothing is left to do; --overwrite computes all rows again, --retry-errors those that failed")
+            opened.close()
+            return
         with _unclaimed(output, is_new), _llm(model, dtype, settings) as llm:
             base = _with_budget(base, llm, named)
             _work(llm, source, opened, base, retry_errors)
@@ -219,6 +243,7 @@ def _with_budget(base: SamplingParams, llm: LLM, named: dict[str, Any]) -> Sampl
 
 def _work(llm: LLM, source: Path, journal: Any, base: SamplingParams, retry_errors: bool) -> None:
     """Run the job with progress, and say how it went."""
+    from paged_kv.display import summary
     from paged_kv.integrations.batch import BatchJob
 
     with _progress() as report:
@@ -230,10 +255,15 @@ def _work(llm: LLM, source: Path, journal: Any, base: SamplingParams, retry_erro
                     progress = job.retry_errors()
             finally:
                 journal.close()
-    _summary(llm, progress)
+    _out.print(summary(progress))
     if job.stopping:
         _err.print(f"stopped: {progress.num_done} of {progress.num_rows} rows are done; the same command goes on")
         raise typer.Exit(130)
+    if progress.num_errors and progress.num_errors == progress.num_new:
+        _err.print(
+            f"[red]error:[/red] every row of this run failed; {escape(str(journal.path))} says why, line by line"
+        )
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -256,6 +286,8 @@ def _stopping_on_interrupt(job: BatchJob) -> Iterator[None]:
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
     """A function that shows progress: a live line on a terminal, a plain one now and then elsewhere."""
+    from paged_kv.display import progress_line
+
     last = time.monotonic()
     if not sys.stderr.isatty():
 
@@ -263,7 +295,7 @@ def _progress() -> Iterator[Any]:
             nonlocal last
             if time.monotonic() - last >= PLAIN_INTERVAL:
                 last = time.monotonic()
-                _err.print(_line(progress), markup=False)
+                _err.print(progress_line(progress), markup=False)
 
         yield plain
         return
@@ -273,53 +305,9 @@ def _progress() -> Iterator[Any]:
             nonlocal last
             if time.monotonic() - last >= 0.2:
                 last = time.monotonic()
-                status.update(_line(progress))
+                status.update(escape(progress_line(progress)))
 
         yield live
-
-
-def _line(progress: Progress) -> str:
-    stats, seconds = progress.engine, max(progress.seconds, 1e-9)
-    done = progress.num_done
-    rate_in = (stats.num_computed_tokens - stats.num_output_tokens) / seconds
-    left = (progress.num_rows - done) * seconds / done if done else float("nan")
-    hits = stats.num_cached_tokens / max(1, stats.num_prompt_tokens)
-    return (
-        f"{done}/{progress.num_rows} rows, {progress.num_errors} errors | {rate_in:.0f} tokens/s in, "
-        f"{stats.num_output_tokens / seconds:.0f} out | {stats.num_running} running, {stats.num_waiting} waiting | "
-        f"pages {stats.pages_used}/{stats.pages_total}, prefix hits {hits:.0%} | {left:.0f} s left"
-    )
-
-
-def _summary(llm: LLM, progress: Progress) -> None:
-    """The table at the end."""
-    stats, seconds = progress.engine, max(progress.seconds, 1e-9)
-    table = Table("", "", show_header=False, title="paged-kv run")
-    table.add_row("rows", f"{progress.num_done} of {progress.num_rows}, {progress.num_errors} errors in this run")
-    if stats.num_output_tokens:
-        computed = f"{stats.num_output_tokens} in {seconds:.1f} s"
-        table.add_row("output tokens/s", f"{stats.num_output_tokens / seconds:.1f} ({computed})")
-        table.add_row("prompt tokens", f"{stats.num_prompt_tokens}, {stats.num_cached_tokens} from the prefix cache")
-        table.add_row("peak pages", f"{stats.peak_pages} of {stats.pages_total}")
-        held, dynamic = stats.peak_bytes, stats.peak_dynamic_bytes
-        share = f"{held / dynamic:.0%}" if dynamic else ""
-        table.add_row("KV bytes held", f"{_mib(held)}; DynamicCache would hold {_mib(dynamic)} unpadded ({share})")
-        table.add_row("live tokens per layer", _per_layer(stats.mean_live_len))
-        table.add_row("pages freed by cropping", str(stats.pages_freed_by_crops))
-        table.add_row("preemptions", str(stats.num_preemptions))
-    _out.print(table)
-
-
-def _per_layer(lens: tuple[float, ...]) -> str:
-    """Mean live tokens of a row, layer by layer, and their mean."""
-    if not lens:
-        return "none"
-    shown = " ".join(f"{value:.0f}" for value in lens)
-    return f"mean {sum(lens) / len(lens):.0f} at the end of a row; layer by layer: {shown}"
-
-
-def _mib(number: int) -> str:
-    return f"{number / 2**20:.1f} MiB"
 
 
 def _found(package: str, use: str) -> str:

@@ -131,6 +131,8 @@ _NORM_CLASSES: dict[type, type] = {}
 def _fuse_norm(module: nn.Module) -> _Undo | None:
     """Fuse a module that is called a norm if it computes what the kernel does, by trying; models have variants."""
     cls, weight = type(module), module._parameters.get("weight")
+    if issubclass(cls, _FusedNorm):
+        return None
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not cls.__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None or weight.dim() != 1:
         return None

@@ -14,8 +14,11 @@ sys.path.insert(0, str(Path(__file__).parent / "integrations"))
 
 from batch_files import make_model, read, write_lines
 
-from paged_kv import PagedCache
+from paged_kv import PagedCache, __version__
 from paged_kv.cli import app
+from paged_kv.display import progress_line
+from paged_kv.engine.stats import EngineStats
+from paged_kv.integrations.batch import Progress
 from tests.tiny import tiny_model, tokens
 
 ROWS = [
@@ -71,10 +74,13 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(paged_kv
     write_lines(Path("in.jsonl"), ROWS)
     paged_kv("in.jsonl", "-o", "out.jsonl")
     before = Path("out.jsonl").read_bytes()
-    assert "2 of 2 rows are done already" in paged_kv("in.jsonl", "-o", "out.jsonl")
+    shown = paged_kv("in.jsonl", "-o", "out.jsonl")
+    assert "2 of 2 rows are done already" in shown
+    assert "nothing is left to do; --overwrite computes all rows again" in shown
     assert Path("out.jsonl").read_bytes() == before
     shown = paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", status=2)
-    assert "belongs to another job" in shown
+    assert "belongs to another job (settings.budget was 0 and is 16; settings.policy was '' and is 'stream" in shown
+    assert len(shown) < 300
     paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", "--overwrite")
 
 
@@ -106,7 +112,26 @@ def test_an_unknown_model_is_named(tmp_path, monkeypatch):
     write_lines(Path("in.jsonl"), ROWS)
     result = CliRunner().invoke(app, ["run", "in.jsonl", "-o", "out.jsonl", "--model", "no/such"])
     assert result.exit_code == 2
-    assert "no/such" in result.output
+    assert "there is no folder 'no/such'" in result.output
+
+
+def test_a_run_in_which_every_row_fails_ends_with_status_1(paged_kv):
+    write_lines(Path("in.jsonl"), ["broken", {"prompt": ""}])
+    assert "every row of this run failed" in paged_kv("in.jsonl", "-o", "out.jsonl", status=1)
+    assert [line["finish_reason"] for line in read(Path("out.jsonl"))] == ["error", "error"]
+
+
+def test_the_version_is_said():
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.output) == (0, f"paged-kv {__version__}\n")
+
+
+def test_progress_says_how_long_the_rest_takes_at_the_pace_of_this_run(paged_kv):
+    stats = EngineStats(**dict.fromkeys(EngineStats.__dataclass_fields__, 0))
+    assert "no row done yet" in progress_line(Progress(10, 4, 0, 0, 1.0, stats))
+    # 4 of the 6 done rows were done before: 2 rows in 8 s.
+    assert "16 s left" in progress_line(Progress(10, 6, 2, 0, 8.0, stats))
+    assert "2 h 47 min left" in progress_line(Progress(10006, 6, 2, 0, 2.0, stats))
 
 
 def test_doctor_says_what_is_there():

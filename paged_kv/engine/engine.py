@@ -9,6 +9,7 @@ An exception in the forward pass rolls the pages back to where the step began an
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,16 @@ from paged_kv.attention.select import pick_backend
 from paged_kv.engine import output
 from paged_kv.engine.batch import build
 from paged_kv.engine.draft import propose
-from paged_kv.engine.intake import Intake, InvalidRequest, Prompt, encoder_of, eos_ids_of, max_len_of, vocab_size_of
+from paged_kv.engine.intake import (
+    EngineClosed,
+    Intake,
+    InvalidRequest,
+    Prompt,
+    encoder_of,
+    eos_ids_of,
+    max_len_of,
+    vocab_size_of,
+)
 from paged_kv.engine.options import EngineOptions
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.plan import Limits, StepPlan
@@ -54,6 +64,7 @@ class Engine:
         Raises:
             UnsupportedModel: The model's layers cannot be paged.
             UnsupportedByEngine: The model cannot run packed.
+            ModelInUse: Another engine runs on it.
             ValueError: An option is out of range.
         """
         self.options = options or EngineOptions()
@@ -81,6 +92,7 @@ class Engine:
         self._finished: list[RequestOutput] = []
         self._arrivals = 0
         self._closed = False
+        self._stepping: int | None = None
         self._meter = Meter()
 
     def _limits(self, caching: bool) -> Limits:
@@ -119,9 +131,9 @@ class Engine:
 
         Raises:
             InvalidRequest: The prompt is empty, too long, holds unknown tokens, or the id is taken.
+            EngineClosed: After `close`.
         """
-        if self._closed:
-            raise InvalidRequest("the engine is closed")
+        self._check_open()
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use")
         params = params or SamplingParams()
@@ -160,6 +172,7 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return None
+        self._check_open()
         self._end(request, "abort")
         return self._finished.pop()
 
@@ -180,7 +193,23 @@ class Engine:
 
         Raises:
             Exception: Whatever the model raised; pages are as before the step, and the requests go on at the next one.
+            EngineClosed: After `close`.
+            RuntimeError: Another thread is in a step of this engine.
         """
+        self._check_open()
+        self._stepping = threading.get_ident()
+        try:
+            return self._step()
+        finally:
+            self._stepping = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed
+        if self._stepping not in (None, threading.get_ident()):
+            raise RuntimeError("another thread is in a step of this engine: use LLM or AsyncEngine from many threads")
+
+    def _step(self) -> list[RequestOutput]:
         if not self._scheduler.num_waiting:
             propose(self._scheduler.running, self.options.num_draft_tokens)
         plan = self._scheduler.plan()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from allocator import KVError
 from paged_kv._compat import text_config
 from paged_kv.engine.params import SamplingParams
 
@@ -16,8 +17,15 @@ from paged_kv.engine.params import SamplingParams
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
-class InvalidRequest(ValueError):
+class InvalidRequest(KVError, ValueError):
     """Raised when a request cannot be run as it is. Do: correct the value that is named."""
+
+
+class EngineClosed(KVError, RuntimeError):
+    """Raised when an engine is used after `close`. Do: open another."""
+
+    def __init__(self, message: str = "the engine is closed: open another") -> None:
+        super().__init__(message)
 
 
 class Intake:
@@ -44,13 +52,15 @@ class Intake:
             return prompt, self._tokens(prompt), None
         if not isinstance(prompt, Mapping):
             return None, self._tokens(prompt), None
-        text = prompt.get("prompt")
-        ids = prompt.get("prompt_token_ids", text)
-        if ids is None:
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if isinstance(ids, str):
+            raise InvalidRequest(f"prompt_token_ids is a list of token ids, got text {ids[:80]!r}: that is a prompt")
+        if ids is None and text is None:
             raise InvalidRequest("a prompt mapping needs prompt or prompt_token_ids")
-        return text, self._tokens(ids), prompt.get("logits_from")
+        tokens = self._tokens(prompt["prompt"] if ids is None else ids)
+        return text if isinstance(text, str) else None, tokens, prompt.get("logits_from")
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise InvalidRequest("a text prompt needs a tokenizer; this engine has none: give token ids")
@@ -58,7 +68,9 @@ class Intake:
                 return list(self._tokenizer(prompt)["input_ids"])
             except (TypeError, UnicodeError) as error:
                 raise InvalidRequest(f"the tokenizer refused the prompt (a lone surrogate?): {error}") from error
-        if not isinstance(prompt, Sequence):
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()  # an array or a tensor
+        if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
         ids: list[Any] = list(prompt)
         for token in ids:

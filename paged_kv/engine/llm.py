@@ -1,47 +1,29 @@
 """The offline front: prompts in, one result per prompt out, in order.
 
-Owns: loading a model by path, turning bad prompts into results, bounded streams, chat templates, scoring, the bar.
-Does not know: how requests are run.
+Owns: turning bad prompts into results, bounded streams, threads that share one engine, the bar.
+Does not know: how requests are run, loaded, templated or scored.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from allocator import KVError
 from paged_kv.engine import output
+from paged_kv.engine.chat import chat_prompt
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.intake import InvalidRequest, Prompt
-from paged_kv.engine.options import EngineOptions
+from paged_kv.engine.loading import dtype_of, load_model, load_tokenizer
+from paged_kv.engine.options import options_of
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import RequestOutput
-
-
-class ModelNotFound(KVError):
-    """Raised when no model can be loaded from a path. Do: check the path; it is named with what was wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How likely a continuation is after a prompt.
-
-    Attributes:
-        logprob: Summed log probability of its tokens.
-        num_tokens: How many they are.
-        is_greedy: Whether each is the likeliest after those before it.
-        token_logprobs: One by one.
-    """
-
-    logprob: float
-    num_tokens: int
-    is_greedy: bool
-    token_logprobs: tuple[float, ...]
+from paged_kv.engine.scoring import Score, score, split
+from paged_kv.engine.turns import Turns, interrupts_wait
 
 
 class LLM:
@@ -61,32 +43,40 @@ class LLM:
 
         Args:
             model: A transformers decoder, or the path of a folder that holds one.
-            tokenizer: Its tokenizer; read from the path if a path is given.
-            dtype: Element type to load with; the saved one by default. A loaded model stays as it is.
-            **options: The fields of `EngineOptions`.
+            tokenizer: Its tokenizer, or the path of one; read from the model's path if that is given.
+            dtype: Element type to load with, by torch's object or name; the saved one by default. A loaded model stays
+                as it is.
+            **options: The fields of `EngineOptions`, also under vLLM's names; `trust_remote_code` and `revision` as
+                `from_pretrained` takes them.
 
         Raises:
             ModelNotFound: The path holds no model.
+            ModelInUse: Another engine runs on this model.
             TypeError: An unknown option.
-            ValueError: An option out of range.
+            ValueError: An option out of range, or one of vLLM's that asks for what is not here.
         """
-        settings = EngineOptions(**options)
+        settings, how = options_of(options)
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(tokenizer, **how)
         if isinstance(model, (str, Path)):
-            model, loaded = _load(model, dtype)
-            tokenizer = tokenizer or loaded
-        elif dtype is not None and dtype != model.dtype:
+            tokenizer = tokenizer or load_tokenizer(model, **how)
+            model = load_model(model, dtype, **how)
+        elif dtype_of(dtype) not in (None, model.dtype):
             raise ValueError(f"the model is loaded in {model.dtype}; convert it, dtype={dtype} is for paths")
         self.model = model
         self.tokenizer = tokenizer
         self.engine = Engine(model, tokenizer, settings)
         self._ids = itertools.count()
+        self._turns = Turns()
+        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._unwanted: deque[str] = deque()
 
     # -- generation --------------------------------------------------------------------------------------------------
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
@@ -97,7 +87,7 @@ class LLM:
 
         Args:
             prompts: One prompt or many.
-            params: For all of them, or one each.
+            sampling_params: For all of them, or one each.
             use_tqdm: Show a progress bar on stderr.
             priority: One number per prompt, smaller first.
 
@@ -105,7 +95,7 @@ class LLM:
             ValueError: As many parameters or priorities as prompts were expected, and were not given.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = _one_each("params", params or SamplingParams(), len(many))
+        each = _params_of(sampling_params, len(many))
         ranks = _one_each("priority", 0 if priority is None else priority, len(many))
         results: list[RequestOutput | None] = [None] * len(many)
         work = zip(many, each, ranks, strict=True)
@@ -118,7 +108,7 @@ class LLM:
     def stream(
         self,
         prompts: Iterable[Prompt | tuple[Prompt, SamplingParams]],
-        params: SamplingParams | None = None,
+        sampling_params: SamplingParams | None = None,
         *,
         max_in_flight: int | None = None,
     ) -> Iterator[tuple[int, RequestOutput]]:
@@ -126,14 +116,14 @@ class LLM:
 
         Args:
             prompts: Prompts, or pairs of a prompt and its parameters. Read only as room becomes free.
-            params: For prompts that bring none.
+            sampling_params: For prompts that bring none.
             max_in_flight: Most prompts read ahead; twice `max_num_seqs` by default.
 
         Yields:
             The prompt's number in the stream and its result, as they end.
         """
         bound = max_in_flight or 2 * self.engine.options.max_num_seqs
-        default = params or SamplingParams()
+        [default] = _params_of(sampling_params, 1)
         pairs = (
             (*item, 0) if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams) else
             (item, default, 0)
@@ -144,7 +134,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
         **template: Any,
@@ -153,12 +143,12 @@ class LLM:
 
         Args:
             messages: One conversation (messages with `role` and `content`) or a list of them.
-            params: For all of them, or one each.
+            sampling_params: For all of them, or one each.
             use_tqdm: Show a progress bar on stderr.
             **template: Further arguments of `apply_chat_template`.
         """
         many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.chat_prompt(each, **template) for each in many], params, use_tqdm=use_tqdm)
+        return self.generate([self.chat_prompt(each, **template) for each in many], sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> dict[str, Any]:
         """The prompt that a conversation stands for.
@@ -166,15 +156,7 @@ class LLM:
         Raises:
             InvalidRequest: There is no tokenizer, or it has no chat template, or the template refuses the messages.
         """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidRequest("messages need a tokenizer with a chat template: give a prompt instead")
-        arguments = {"add_generation_prompt": True, "tokenize": False, **template}
-        try:
-            text = self.tokenizer.apply_chat_template(list(messages), **arguments)
-        except Exception as error:
-            raise InvalidRequest(f"the chat template refused the messages: {error}") from error
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return {"prompt": text, "prompt_token_ids": list(ids)}
+        return chat_prompt(self.tokenizer, messages, **template)
 
     def score(
         self, prompt: str | Sequence[int], continuations: Sequence[str | Sequence[int]], *, use_tqdm: bool = False
@@ -184,7 +166,15 @@ class LLM:
         Raises:
             InvalidRequest: An empty continuation, or one that cannot be run.
         """
-        return self.score_tokens([self._split(prompt, each) for each in continuations], use_tqdm=use_tqdm)
+        if isinstance(continuations, str):
+            raise InvalidRequest("continuations is a list: score(prompt, [continuation, ...])")
+        pairs = []
+        for index, each in enumerate(continuations):
+            try:
+                pairs.append(split(self.tokenizer, prompt, each))
+            except InvalidRequest as error:
+                raise InvalidRequest(f"continuation {index}: {error}") from None
+        return self.score_tokens(pairs, use_tqdm=use_tqdm)
 
     def score_tokens(self, pairs: Sequence[tuple[list[int], int]], *, use_tqdm: bool = False) -> list[Score]:
         """How likely the tokens from a position on are, after those before it.
@@ -203,15 +193,19 @@ class LLM:
             for index, result in self._run(work, len(work) or 1):
                 if result.error is not None:
                     raise InvalidRequest(f"continuation {index}: {result.error}")
-                scores[index] = _score(result, pairs[index][1])
+                scores[index] = score(result, pairs[index][1])
                 bar.update()
         return [score for score in scores if score is not None]
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give all pages back and leave the model as it was found; closing twice does nothing."""
-        self.engine.close()
+        """Give all pages back and leave the model as it was found; closing twice does nothing.
+
+        What other threads are waiting for ends with `EngineClosed`.
+        """
+        with self._turns:
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -224,30 +218,54 @@ class LLM:
     def _run(
         self, work: Iterable[tuple[Prompt, SamplingParams, int]], bound: int
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Keep at most `bound` requests in the engine; yields results as they end. Leaving early aborts the rest."""
+        """Keep at most `bound` requests in the engine; yields results as they end. Leaving early aborts the rest.
+
+        Threads, and calls within the loop over a stream, take turns at stepping; a step serves all of them.
+        """
         source = enumerate(work)
         pending: dict[str, int] = {}
+        inbox: deque[RequestOutput] = deque()
         exhausted = False
         try:
             while pending or not exhausted:
-                while not exhausted and len(pending) < bound:
-                    item = next(source, None)
-                    if item is None:
-                        exhausted = True
-                        break
-                    index, (prompt, params, priority) = item
-                    request_id = f"row-{next(self._ids)}"
-                    refusal = self._submit(request_id, prompt, params, priority)
-                    if refusal is None:
-                        pending[request_id] = index
-                    else:
-                        yield index, refusal
-                for result in self.engine.step():
-                    if result.finished and result.request_id in pending:
-                        yield pending.pop(result.request_id), result
+                fresh = [] if exhausted else list(itertools.islice(source, bound - len(pending)))
+                exhausted = exhausted or len(fresh) < bound - len(pending)
+                refusals = []
+                with interrupts_wait(), self._turns:
+                    self._abort_unwanted()
+                    for index, (prompt, params, priority) in fresh:
+                        request_id = f"row-{next(self._ids)}"
+                        refusal = self._submit(request_id, prompt, params, priority)
+                        if refusal is None:
+                            pending[request_id] = index
+                            self._inboxes[request_id] = inbox
+                        else:
+                            refusals.append((index, refusal))
+                    if pending and not inbox:
+                        self._step()
+                yield from refusals
+                while inbox:
+                    result = inbox.popleft()
+                    yield pending.pop(result.request_id), result
         finally:
-            for request_id in pending:
-                self.engine.abort(request_id)
+            self._unwanted.extend(pending)
+            if pending and not self._turns.mine:
+                with self._turns:
+                    self._abort_unwanted()
+
+    def _step(self) -> None:
+        """One step of the engine; every result goes to whoever asked for it."""
+        for result in self.engine.step():
+            inbox = self._inboxes.pop(result.request_id, None) if result.finished else None
+            if inbox is not None:
+                inbox.append(result)
+
+    def _abort_unwanted(self) -> None:
+        """End the requests of runs that were left early."""
+        while self._unwanted:
+            request_id = self._unwanted.popleft()
+            self._inboxes.pop(request_id, None)
+            self.engine.abort(request_id)
 
     def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> RequestOutput | None:
         """Give a prompt to the engine; returns its result at once if it is refused."""
@@ -258,41 +276,28 @@ class LLM:
             return output.refused(request_id, text if isinstance(text, str) else None, str(error))
         return None
 
-    def _split(self, prompt: str | Sequence[int], continuation: str | Sequence[int]) -> tuple[list[int], int]:
-        """Token ids of prompt and continuation together, and where the continuation begins."""
-        if isinstance(prompt, str) != isinstance(continuation, str):
-            raise InvalidRequest("prompt and continuation must both be text or both be token ids")
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("text needs a tokenizer; this engine has none: give token ids")
-            head = list(self.tokenizer(prompt)["input_ids"])
-            whole = list(self.tokenizer(prompt + str(continuation))["input_ids"])
-            start = min(len(head), len(whole) - 1)
-        else:
-            head, whole = list(prompt), [*prompt, *continuation]
-            start = len(head)
-        if start < 1 or start >= len(whole) or not continuation:
-            raise InvalidRequest("prompt and continuation must both have tokens")
-        return whole, start
-
-
-def _score(result: RequestOutput, start: int) -> Score:
-    logprobs = result.prompt_logprobs or ()
-    chosen: list[float] = []
-    greedy = True
-    for position in range(start, len(result.prompt_token_ids)):
-        here = logprobs[position] or {}
-        value = here[result.prompt_token_ids[position]]
-        chosen.append(value)
-        greedy = greedy and value >= max(here.values())
-    return Score(sum(chosen), len(chosen), greedy, tuple(chosen))
-
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is a prompt and not a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return True
+    if getattr(prompts, "ndim", None) is not None:
+        return bool(prompts.ndim == 1)
     return bool(prompts) and all(isinstance(token, int) for token in prompts)
+
+
+def _params_of(value: Any, number: int) -> list[SamplingParams]:
+    """Sampling parameters for each of so many prompts.
+
+    Raises:
+        TypeError: Something else was given.
+        ValueError: Not as many as prompts.
+    """
+    many = _one_each("sampling_params", SamplingParams() if value is None else value, number)
+    for each in many if isinstance(value, Sequence) else many[:1]:
+        if not isinstance(each, SamplingParams):
+            raise TypeError(f"sampling_params is a SamplingParams or a list of them, got {each!r}")
+    return many
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:
@@ -301,18 +306,3 @@ def _one_each(name: str, value: Any, number: int) -> list[Any]:
     if len(value) != number:
         raise ValueError(f"{number} prompts, but {len(value)} {name}")
     return list(value)
-
-
-def _load(path: str | Path, dtype: Any) -> tuple[Any, Any]:
-    """Load a model and its tokenizer (None if it has none) from a folder or a name in the local hub cache."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), **({} if dtype is None else {"dtype": dtype}))
-    except (OSError, ValueError) as error:
-        raise ModelNotFound(f"no model could be loaded from {str(path)!r}: {error}") from error
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError):
-        tokenizer = None
-    return model, tokenizer

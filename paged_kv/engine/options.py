@@ -6,8 +6,9 @@ Does not know: how any of them is used.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +55,67 @@ class EngineOptions:
             raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be at least 0, got {self.num_draft_tokens}")
+
+
+#: vLLM's names for options that are here under another.
+_RENAMED = {
+    "block_size": "page_size",
+    "gpu_memory_utilization": "memory_fraction",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "num_gpu_blocks_override": "num_pages",
+}
+#: vLLM's options that change nothing here: there are no graphs to capture, no workers, no swap space, no log.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cpu_offload_gb",
+        "disable_custom_all_reduce",
+        "disable_log_stats",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "max_seq_len_to_capture",
+        "swap_space",
+        "tokenizer_mode",
+    }
+)
+#: vLLM's options of which only one value means what this engine does.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "data_parallel_size": (1,),
+    "enable_lora": (False, None),
+    "kv_cache_dtype": ("auto",),
+    "pipeline_parallel_size": (1,),
+    "quantization": (None,),
+    "runner": ("auto", "generate"),
+    "skip_tokenizer_init": (False,),
+    "speculative_config": (None,),
+    "task": ("auto", "generate"),
+    "tensor_parallel_size": (1,),
+}
+#: What goes to `from_pretrained`.
+_LOADING = ("revision", "trust_remote_code")
+
+
+def options_of(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
+    """An engine's options from keyword arguments, under this package's names or vLLM's; and how to load the model.
+
+    Raises:
+        TypeError: An unknown name, or one option under two names.
+        ValueError: A value out of range, or one of vLLM's that asks for what is not here.
+    """
+    known = {field.name for field in fields(EngineOptions)}
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _LOADING or name in _WITHOUT_EFFECT:
+            continue
+        if name in _ONLY:
+            if value not in _ONLY[name]:
+                raise ValueError(f"{name}={value!r} is not supported: {' or '.join(map(repr, _ONLY[name]))} only")
+            continue
+        own = _RENAMED.get(name, name)
+        if own not in known:
+            raise TypeError(f"unknown option {name!r}; there are {', '.join(sorted(known))}")
+        if own in settings:
+            raise TypeError(f"{name} is another name of {own}: give one")
+        settings[own] = value
+    # vLLM takes None for "decide yourself".
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return EngineOptions(**settings), {name: given[name] for name in _LOADING if given.get(name) is not None}

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from allocator import KVError
+
 #: A custom processor: `(input_ids [1, len], scores [1, vocab]) -> scores`, as `transformers.LogitsProcessor`.
 Processor = Callable[[Any, Any], Any]
 
 
-class InvalidParams(ValueError):
+class InvalidParams(KVError, ValueError):
     """Raised when a sampling value is out of range, unknown or in conflict. Do: correct the value that is named."""
 
 
@@ -105,15 +107,20 @@ class SamplingParams:
         return self.beam_width or self.best_of or self.n
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], *, base: SamplingParams | None = None) -> SamplingParams:
-        """Parameters from JSON-like values, on top of `base`.
+    def from_mapping(
+        cls, values: Mapping[str, Any], *, base: SamplingParams | None = None, beside: Sequence[str] = ()
+    ) -> SamplingParams:
+        """Parameters from JSON-like values, on top of `base`; `beside` are names that stand beside them.
 
         Raises:
             InvalidParams: An unknown name (named, with the known ones), or a value of the wrong kind or range.
         """
         known = {f.name for f in fields(cls)} - {"logits_processors", "compression", "extra"}
         if unknown := sorted(set(values) - known):
-            raise InvalidParams(f"unknown sampling parameter {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            names = ", ".join([*beside, *sorted(known)])
+            raise InvalidParams(
+                f"unknown {'field' if beside else 'sampling parameter'} {unknown[0]!r}; known are {names}"
+            )
         given = dict(values)
         if isinstance(bias := given.get("logit_bias"), Mapping):
             given["logit_bias"] = {_token("logit_bias", key): value for key, value in bias.items()}

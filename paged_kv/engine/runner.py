@@ -1,12 +1,12 @@
 """The model as the engine uses it: one packed forward a step.
 
-Owns: switching the model over and back (attention, training mode, packed weights), and the cache object that carries a
-step's pages through the forward pass.
-Does not know: requests, scheduling, sampling.
+Owns: the cache object that carries a step's pages through the forward pass.
+Does not know: requests, scheduling, sampling, how a model is switched over.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -14,18 +14,13 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from allocator import KVError
-from paged_kv._compat import CACHE_KEYWORD, attention_of, text_config, why_not_packed
-from paged_kv.attention.attach import PACKED_ATTENTION, register
+from paged_kv._compat import CACHE_KEYWORD
 from paged_kv.attention.base import AttentionOptions, Backend, tie
 from paged_kv.attention.cpu.backend import write_pages
 from paged_kv.engine.batch import Batch
+from paged_kv.engine.switch import Switch
 from paged_kv.memory import PagedMemory
-from paged_kv.optimize import optimize_for_cpu
 from paged_kv.step import Step
-
-
-class UnsupportedByEngine(KVError):
-    """Raised when a model cannot run packed. Do: read the reason; use the drop-in cache with `model.generate`."""
 
 
 class PackedCache(DynamicCache):
@@ -81,30 +76,18 @@ class Runner:
     """A model switched over to packed attention, until `close`."""
 
     def __init__(self, model: Any, memory: PagedMemory, backend: Backend, *, optimize: bool = True) -> None:
-        """Switch `model` over; everything is undone if that fails.
+        """Switch `model` over.
 
         Raises:
             UnsupportedByEngine: The model does not take its attention from transformers' registry.
+            ModelInUse: Another engine runs on it.
         """
-        if reason := why_not_packed(text_config(model)):
-            raise UnsupportedByEngine(f"{type(model).__name__} cannot run packed: {reason}")
         self._model = model
-        self._training = bool(model.training)
-        self._attention = attention_of(model)
-        self._optimized: Any = None
         self._cache = PackedCache(memory, backend)
         self.device: torch.device = memory.groups[0].spec.device
-        try:
-            register()
-            model.eval()
-            model.set_attn_implementation(PACKED_ATTENTION)
-            if attention_of(model) != PACKED_ATTENTION:
-                raise UnsupportedByEngine(f"{type(model).__name__} does its own attention and cannot run packed")
-            if optimize:
-                self._optimized = optimized(model)
-        except BaseException:
-            self.close()
-            raise
+        # A runner that is dropped without `close` gives its model back as well, but not at the end of the process.
+        self._give_back = weakref.finalize(self, Switch(model, optimize=optimize).undo)
+        self._give_back.atexit = False
 
     @torch.inference_mode()
     def forward(self, batch: Batch, step: Step) -> Tensor:
@@ -125,17 +108,7 @@ class Runner:
 
     def close(self) -> None:
         """Leave the model as it was found."""
-        if self._optimized is not None:
-            self._optimized.undo()
-            self._optimized = None
-        if attention_of(self._model) != self._attention:
-            self._model.set_attn_implementation(self._attention)
-        self._model.train(self._training)
-
-
-def optimized(model: Any) -> Any:
-    """Pack the weights of a model on the CPU; returns what undoes it, or None."""
-    return optimize_for_cpu(model) if model.device.type == "cpu" else None
+        self._give_back()
 
 
 def _windows(spec: Any) -> list[tuple[int, int | None]]:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from paged_kv.engine.engine import Engine
-from paged_kv.engine.intake import InvalidRequest, Prompt
+from paged_kv.engine.intake import EngineClosed, InvalidRequest, Prompt
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import RequestOutput
 from paged_kv.engine.stats import EngineStats
@@ -55,16 +55,17 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
+        sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        *,
         priority: int = 0,
         scope: bytes = b"",
     ) -> AsyncIterator[RequestOutput]:
         """Partial results of a prompt as its tokens come, and at last the finished one.
 
         Raises:
-            InvalidRequest: The request cannot be run, or the engine is closed.
+            InvalidRequest: The request cannot be run.
+            EngineClosed: After `close`.
             Exception: What the model raised in a step; all requests end with it.
         """
         name = request_id or f"async-{next(self._ids)}"
@@ -72,7 +73,7 @@ class AsyncEngine:
             queue: asyncio.Queue[_Item] = asyncio.Queue()
             loop = asyncio.get_running_loop()
             options: dict[str, Any] = {"priority": priority, "scope": scope, "stream": True}
-            self._send(lambda: self._add(name, (loop, queue), prompt, params, options))
+            self._send(lambda: self._add(name, (loop, queue), prompt, sampling_params, options))
             finished = False
             try:
                 while not finished:
@@ -112,7 +113,7 @@ class AsyncEngine:
         """Have a command run in the engine's thread, before its next step."""
         with self._changed:
             if self._closing:
-                raise InvalidRequest("the engine is closed")
+                raise EngineClosed
             if self._failure is not None:
                 raise self._failure
             self._commands.append(command)
@@ -127,7 +128,7 @@ class AsyncEngine:
             self._failure = error
         finally:
             for name in list(self._queues):
-                self._deliver(name, self._failure or InvalidRequest("the engine is closed"), last=True)
+                self._deliver(name, self._failure or EngineClosed(), last=True)
             self._engine.close()
 
     def _next(self) -> bool:

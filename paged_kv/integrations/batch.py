@@ -33,12 +33,14 @@ class Progress:
     Attributes:
         num_rows: Rows of the input.
         num_done: Rows answered, earlier runs included.
-        num_errors: Rows of this run that failed.
+        num_new: Rows answered by this run.
+        num_errors: Those of them that failed.
         seconds: Since this run began.
     """
 
     num_rows: int
     num_done: int
+    num_new: int
     num_errors: int
     seconds: float
     engine: EngineStats
@@ -98,6 +100,7 @@ class BatchJob:
         self._report = report
         self._pending: dict[str, tuple[int, BatchRow]] = {}
         self._started = time.monotonic()
+        self._num_new = 0
         self._num_errors = 0
         self.stopping = False
 
@@ -122,7 +125,7 @@ class BatchJob:
         written, waiting = self._journal.num_written, self._journal.num_waiting
         seconds = time.monotonic() - self._started
         total = int(self._journal.manifest["rows"])
-        return Progress(total, written + waiting, self._num_errors, seconds, self._llm.engine.stats())
+        return Progress(total, written + waiting, self._num_new, self._num_errors, seconds, self._llm.engine.stats())
 
     def _go_on(self, rows: Iterator[tuple[int, int, bytes]], keep: Callable[[int, dict[str, Any]], None]) -> None:
         engine = self._llm.engine
@@ -156,6 +159,7 @@ class BatchJob:
             prompt = parsed.prompt if parsed.messages is None else self._llm.chat_prompt(parsed.messages)
             self._llm.engine.add_request(request_id, prompt, parsed.params, priority=parsed.priority)
         except (BadLine, InvalidRequest) as error:
+            self._num_new += 1
             self._num_errors += 1
             keep(row, failure(number, str(error), raw=line))
         else:
@@ -166,5 +170,6 @@ class BatchJob:
             return
         row, parsed = self._pending.pop(result.request_id)
         line = answer(parsed, result)
+        self._num_new += 1
         self._num_errors += is_failure(line)
         keep(row, line)

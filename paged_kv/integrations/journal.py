@@ -107,10 +107,10 @@ class Journal:
             found = json.loads(self.manifest_path.read_bytes())
         except ValueError as error:
             raise JobError(f"{self.manifest_path} is damaged ({error}): --overwrite starts over") from None
-        differing = sorted(key for key in self.manifest if found.get(key) != self.manifest[key])
-        if differing:
-            was = ", ".join(f"{key} was {found.get(key)!r} and is {self.manifest[key]!r}" for key in differing)
-            raise JobError(f"{self.path} belongs to another job ({was}): choose another output, or --overwrite")
+        if differing := _differences(found, self.manifest):
+            raise JobError(
+                f"{self.path} belongs to another job ({'; '.join(differing)}): choose another output, or --overwrite"
+            )
         self.num_written, size = _whole_lines(self.path)
         self._file = self.path.open("r+b")
         self._file.truncate(size)
@@ -133,6 +133,11 @@ class Journal:
         os.replace(temporary, self.manifest_path)
 
     # -- rows --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is written."""
+        return self.num_written >= int(self.manifest["rows"])
 
     @property
     def num_waiting(self) -> int:
@@ -210,6 +215,28 @@ class Journal:
 def encode(line: dict[str, Any]) -> bytes:
     """A line as it is written."""
     return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+
+
+def _differences(found: Any, wanted: dict[str, Any], prefix: str = "") -> list[str]:
+    """What of a manifest is not as wanted, value by value."""
+    found = found if isinstance(found, dict) else {}
+    differing = []
+    for name, value in wanted.items():
+        was = found.get(name)
+        if was == value:
+            continue
+        if name == "input_sha256":
+            differing.append("the input has changed")
+        elif isinstance(value, dict):
+            differing += _differences(was, value, f"{prefix}{name}.")
+        else:
+            differing.append(f"{prefix}{name} was {_short(was)} and is {_short(value)}")
+    return differing
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 def _whole_lines(path: Path) -> tuple[int, int]:

@@ -76,7 +76,9 @@ def parse(line: bytes, number: int, base: SamplingParams) -> BatchRow:
         BadLine: It is not JSON, of neither form, or a value in it is wrong.
     """
     try:
-        values = json.loads(line)
+        values = json.loads(line.strip())
+    except json.JSONDecodeError as error:
+        raise BadLine(f"not JSON: {error.msg} at column {error.colno}") from None
     except (ValueError, RecursionError) as error:
         raise BadLine(f"not JSON: {error}") from None
     if not isinstance(values, dict):
@@ -94,8 +96,10 @@ def _short(values: dict[str, Any], number: int, base: SamplingParams) -> BatchRo
     given = [name for name in _PROMPTS if name in values]
     if len(given) != 1:
         raise BadLine(f"a line needs one of {', '.join(_PROMPTS)}, got {', '.join(given) or 'none'}")
-    params = SamplingParams.from_mapping({k: v for k, v in values.items() if k not in _OWN}, base=base)
+    params = SamplingParams.from_mapping({k: v for k, v in values.items() if k not in _OWN}, base=base, beside=_OWN)
     prompt = values.get("prompt", values.get("prompt_token_ids"))
+    if isinstance(values.get("prompt_token_ids"), str):
+        raise BadLine("prompt_token_ids is a list of token ids, got text: that is a prompt")
     messages = _messages(values["messages"]) if "messages" in values else None
     priority = values.get("priority", 0)
     if type(priority) is not int:
@@ -122,7 +126,7 @@ def _openai(values: dict[str, Any], number: int, base: SamplingParams) -> BatchR
         taken["logprobs"] = asked
     known = {*_SAME, *_EXTRA, *_IGNORED, "messages", "prompt", "max_completion_tokens", "logprobs", "top_logprobs"}
     if unknown := sorted(set(body) - known):
-        raise BadLine(f"unknown body field {unknown[0]!r}")
+        raise BadLine(f"unknown body field {unknown[0]!r}; known are {', '.join(sorted(known))}")
     params = SamplingParams.from_mapping(taken, base=base)
     messages = _messages(body["messages"]) if url == CHAT_URL else None
     prompt = _prompt(body.get("prompt"), messages)

@@ -8,8 +8,8 @@ import pytest
 from engine_models import alone, prompts
 
 from paged_kv.engine import LLM, InvalidParams, SamplingParams
-from paged_kv.engine.intake import InvalidRequest
-from paged_kv.engine.llm import ModelNotFound
+from paged_kv.engine.intake import EngineClosed, InvalidRequest
+from paged_kv.engine.loading import ModelNotFound
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -77,8 +77,10 @@ def test_one_prompt_and_no_prompts_are_fine(llm):
 
 
 def test_a_list_of_parameters_must_fit(llm):
-    with pytest.raises(ValueError, match="2 prompts, but 1 params"):
+    with pytest.raises(ValueError, match="2 prompts, but 1 sampling_params"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+    with pytest.raises(TypeError, match="sampling_params is a SamplingParams or a list of them, got"):
+        llm.generate(["a"], {"temperature": 0}, use_tqdm=False)
 
 
 def test_stop_strings_end_the_text_before_them_across_tokens(llm, words):
@@ -163,7 +165,7 @@ def test_scores_are_the_models_log_probabilities(llm, llama):
         assert score.is_greedy == bool((logprobs.argmax(-1) == ids[0, len(prompt) :]).all())
     best = alone(llama, prompt, 4, eos_token_id=None)
     assert llm.score(prompt, [best])[0].is_greedy
-    with pytest.raises(InvalidRequest, match="must both have tokens"):
+    with pytest.raises(InvalidRequest, match="continuation 0: the continuation is empty"):
         llm.score(prompt, [[]])
 
 
@@ -184,7 +186,7 @@ def test_an_id_in_use_and_a_closed_engine_are_refused(llama):
     with pytest.raises(InvalidRequest, match="'a' is in use"):
         llm.engine.add_request("a", [5], GREEDY)
     llm.close()
-    with pytest.raises(InvalidRequest, match="closed"):
+    with pytest.raises(EngineClosed):
         llm.engine.add_request("b", [5], GREEDY)
 
 
@@ -247,3 +249,16 @@ def test_parameters_from_json_keep_the_base_and_read_token_names():
     base = SamplingParams(max_tokens=7)
     params = SamplingParams.from_mapping({"temperature": 0, "logit_bias": {"5": 1.0}, "stop": "x"}, base=base)
     assert (params.max_tokens, params.logit_bias, params.stop, params.greedy) == (7, {5: 1.0}, ("x",), True)
+
+
+def test_text_parts_of_messages_are_joined_and_other_parts_refused_by_name(llm):
+    def ask(content):
+        return llm.chat_prompt([{"role": "user", "content": content}])["prompt"]
+
+    assert ask([{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]) == "user:one\ntwo;"
+    with pytest.raises(InvalidRequest, match="content parts of type 'image_url' are not supported"):
+        ask([{"type": "text", "text": "what is this?"}, {"type": "image_url", "image_url": {"url": "x"}}])
+    with pytest.raises(InvalidRequest, match="needs a field text, got None"):
+        ask([{"type": "text"}])
+    with pytest.raises(InvalidRequest, match="content is text or a list of parts, got int"):
+        ask(5)

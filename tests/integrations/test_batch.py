@@ -160,7 +160,7 @@ def test_jobs_that_cannot_be_are_refused(llm, tmp_path):
     assert (tmp_path / "other.jsonl").read_text() == "precious\n"
     run(llm, source, tmp_path / "out.jsonl")
     changed = write_lines(tmp_path / "in.jsonl", rows(3))
-    with pytest.raises(JobError, match=r"belongs to another job .*input_sha256 was"):
+    with pytest.raises(JobError, match=r"belongs to another job \(the input has changed; rows was 2 and is 3\)"):
         job(llm, changed, tmp_path / "out.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(JobError, match="holds no rows"):

@@ -40,10 +40,14 @@ def test_an_openai_line_is_read_with_its_own_names():
     [
         ({}, "a line needs one of prompt, prompt_token_ids, messages, got none"),
         ({"prompt": "a", "messages": []}, "got prompt, messages"),
+        ({"prompt_token_ids": "abc"}, "prompt_token_ids is a list of token ids, got text"),
         ({"prompt": 5}, "a prompt is text or a list of token ids, got int"),
         ({"messages": []}, "messages must be a list of messages, and not empty"),
         ({"messages": [{"role": "user"}]}, 'needs role and content, got {"role": "user"}'),
-        ({"prompt": "a", "temprature": 1}, "unknown sampling parameter 'temprature'"),
+        (
+            {"prompt": "a", "temprature": 1},
+            "unknown field 'temprature'; known are prompt, prompt_token_ids, messages, id, priority, bad_words",
+        ),
         ({"prompt": "a", "top_p": 2}, "top_p must be between 0.0 and 1.0, got 2"),
         ({"prompt": "a", "stop": 5}, "stop must be a list, got 5"),
         ({"prompt": "a", "bad_words": 5}, "bad_words must be a list, got 5"),
@@ -54,7 +58,10 @@ def test_an_openai_line_is_read_with_its_own_names():
         (CHAT | {"url": "/v1/embeddings", "body": {}}, "url must be /v1/chat/completions or /v1/completions"),
         (CHAT | {"method": "GET", "body": {}}, "method must be POST, got 'GET'"),
         (CHAT | {"body": {}}, "needs messages"),
-        (CHAT | {"body": {"messages": [{"role": "user", "content": ""}], "x": 1}}, "unknown body field 'x'"),
+        (
+            CHAT | {"body": {"messages": [{"role": "user", "content": ""}], "x": 1}},
+            "unknown body field 'x'; known are bad_words, best_of",
+        ),
         ([1], "a line is a JSON object, got list"),
     ],
     ids=str,
@@ -66,8 +73,12 @@ def test_a_bad_line_says_what_is_wrong(values, message):
 
 
 def test_text_that_is_not_json_says_so():
-    for raw in (b'{"prompt": ', b"[" * 100_000):
-        with pytest.raises(BadLine, match="not JSON"):
+    for raw, message in (
+        (b'{"prompt": \n', "not JSON: Expecting value at column 11"),
+        (b'{"prompt": "a\n', "not JSON: Unterminated string starting at at column 12"),
+        (b"[" * 100_000, "not JSON: "),
+    ):
+        with pytest.raises(BadLine, match=message):
             parse(raw, 1, BASE)
 
 
