@@ -27,7 +27,7 @@ from allocator import (
 from paged_kv.group import Budget, Group
 from paged_kv.keep import check_indices
 from paged_kv.live import LiveTokens
-from paged_kv.queries import QueryWindow
+from paged_kv.queries import QueryLog
 from paged_kv.spec import KVSpec
 from paged_kv.step import Step
 
@@ -59,7 +59,7 @@ class PagedMemory:
 
     def _adopt(self, groups: list[Group], budget: Budget) -> None:
         self.groups, self.budget = groups, budget
-        self.queries: QueryWindow | None = None
+        self.queries: QueryLog | None = None
         weight = sum(group.spec.bytes_per_token for group in groups)
         shares = [budget.max_bytes * group.spec.bytes_per_token / weight for group in groups]
         self._max_pages = [
@@ -232,16 +232,25 @@ class PagedMemory:
 
     def preempt(self, seq: SeqId) -> int:
         """Take a running sequence's pages back, to be opened again later; returns how many became free."""
+        if self.queries is not None:
+            self.queries.forget(seq)
         return sum(_applied(group, group.allocator.preempt(seq)) for group in self.groups)
 
-    def record_queries(self, newest: int) -> None:
-        """From the next forward on, keep at least the newest queries of every sequence, for `live_tokens`."""
-        if newest > 0 and (self.queries is None or self.queries.newest < newest):
-            self.queries = QueryWindow(newest)
+    def record_queries(self, newest: int, seq: SeqId | None = None) -> None:
+        """From the next forward on, keep the newest queries for `live_tokens`.
+
+        Args:
+            newest: How many; 0 stops recording `seq`.
+            seq: Whose; by default at least so many of every sequence that does not ask for itself.
+        """
+        if self.queries is None and newest > 0:
+            self.queries = QueryLog()
+        if self.queries is not None:
+            self.queries.want(newest, seq)
 
     def note_queries(self, step: Step, layer: int, queries: Tensor, scale: float) -> None:
         """Keep a layer's queries `[tokens, q_heads, key_width]` of a step, if `record_queries` asked for them."""
-        if self.queries is not None:
+        if self.queries is not None and not self.queries.is_idle:
             self.queries.record(step, self.seen_len, layer, queries, scale)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PagedMemory:

@@ -7,13 +7,14 @@ Source: Feng et al., "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from paged_kv.compression.base import ScorePolicy, check_budget
-from paged_kv.live import LiveTokens
+from paged_kv.live import LiveTokens, Policy
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +26,22 @@ class AdaKV:
     Attributes:
         policy: Scores the tokens.
         safeguard: Share of the budget that every lane gets in any case, from 0 to 1; at least one token above 0.
+        budget: Tokens to keep a head, on average, where nothing else says how many; by default the policy's.
     """
 
     policy: ScorePolicy
     safeguard: float = 0.2
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, ScorePolicy):
             raise TypeError(f"AdaKV compares scores and needs a ScorePolicy, got {type(self.policy).__name__}")
         if not 0 <= self.safeguard <= 1:
             raise ValueError(f"safeguard must be from 0 to 1, got {self.safeguard}")
+
+    def decider(self, layer: int) -> Policy:
+        """The policy inside."""
+        return self.policy
 
     @property
     def needs_queries(self) -> int:

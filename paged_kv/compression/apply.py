@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from allocator import SeqId
+from allocator import KVError, SeqId
 from paged_kv.cache import PagedCache
 from paged_kv.compression.budgets import uniform
 from paged_kv.live import LiveTokens, Policy
 from paged_kv.memory import PagedMemory
-from paged_kv.queries import queries_needed
+from paged_kv.traits import budget_in, queries_needed
 
 
 def record_queries(cache: PagedCache | PagedMemory, policy: Policy) -> None:
@@ -51,13 +51,13 @@ def crop(memory: PagedMemory, seq: SeqId, layer: int, policy: Policy, budget: in
     return freed
 
 
-def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int]) -> int:
+def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] | None = None) -> int:
     """Crop the layers of a drop-in cache by a policy.
 
     Args:
         cache: What a model was run with.
         policy: Chooses the tokens.
-        budget: Tokens that every lane may keep: the same in all layers, or by layer index.
+        budget: Tokens that every lane may keep: the same in all layers, or by layer index; the policy's own by default.
 
     Returns:
         Pages freed.
@@ -65,7 +65,7 @@ def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int])
     Raises:
         KVError: As `PagedCache.crop_layers` and the policy; nothing changed.
     """
-    budgets = budget if isinstance(budget, Mapping) else uniform(cache.memory.layers, budget)
+    budgets = _budgets(cache, policy, budget)
     noting = _Noting(policy)
     if getattr(policy, "rerotate", False):
         for layer in budgets:
@@ -84,11 +84,28 @@ def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int])
     return freed
 
 
+def _budgets(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] | None) -> Mapping[int, int]:
+    """What each layer keeps, as told or as the policy says.
+
+    Raises:
+        KVError: Neither says it.
+    """
+    if isinstance(budget, Mapping):
+        return budget
+    if budget is not None:
+        return uniform(cache.memory.layers, budget)
+    own = {layer: budget_in(policy, layer) for layer in cache.memory.layers}
+    budgets = {layer: tokens for layer, tokens in own.items() if tokens is not None}
+    if not budgets:
+        raise KVError(f"no budget: say how many tokens {type(policy).__name__} may keep, here or as its budget")
+    return budgets
+
+
 @contextmanager
 def compressing(
     model: Any,
     policy: Policy,
-    budget: int | Mapping[int, int],
+    budget: int | Mapping[int, int] | None = None,
     *,
     every: int | None = None,
     longest: int | None = None,
@@ -98,7 +115,7 @@ def compressing(
     Args:
         model: A transformers model.
         policy: Chooses the tokens.
-        budget: Tokens that every lane may keep: the same in all layers, or by layer index.
+        budget: Tokens that every lane may keep: the same in all layers, or by layer index; the policy's own by default.
         every: Crop again whenever so many tokens were added; by default after the prefill only.
         longest: Crop again whenever a layer holds more than so many tokens.
 
@@ -123,7 +140,9 @@ def compressing(
 class _Schedule:
     """The moments at which caches are cropped."""
 
-    def __init__(self, policy: Policy, budget: int | Mapping[int, int], every: int | None, longest: int | None) -> None:
+    def __init__(
+        self, policy: Policy, budget: int | Mapping[int, int] | None, every: int | None, longest: int | None
+    ) -> None:
         self._policy, self._budget, self._every, self._longest = policy, budget, every, longest
         self._cropped_at: int | None = None
 

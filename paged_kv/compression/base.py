@@ -19,6 +19,7 @@ from torch import Tensor
 from allocator import KVError
 from paged_kv.compression.errors import BudgetTooSmall, NeedsQueries
 from paged_kv.live import LiveTokens, Policy
+from paged_kv.traits import TokenBudget
 
 __all__ = ["LiveTokens", "Policy", "ScorePolicy", "attention_of_newest", "check_budget", "narrowed"]
 
@@ -27,7 +28,13 @@ ALWAYS = float("inf")
 
 
 class ScorePolicy(ABC):
-    """Keeps the tokens with the highest scores; a subclass says what a token scores."""
+    """Keeps the tokens with the highest scores; a subclass says what a token scores.
+
+    Attributes:
+        budget: Tokens to keep where nothing else says how many, such as in `SamplingParams(compression=policy)`.
+    """
+
+    budget: TokenBudget = None
 
     @property
     def needs_queries(self) -> int:

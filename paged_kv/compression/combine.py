@@ -11,12 +11,7 @@ from torch import Tensor
 
 from paged_kv.compression.base import ALWAYS, ScorePolicy, check_budget, narrowed
 from paged_kv.live import LiveTokens, Policy
-from paged_kv.queries import queries_needed
-
-
-def protected_by(policy: object) -> int:
-    """Tokens that a policy always keeps: its `num_protected`, 0 if it has none."""
-    return int(getattr(policy, "num_protected", 0))
+from paged_kv.traits import TokenBudget, protected_by, queries_needed
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +21,16 @@ class PerLayer:
     Attributes:
         default: For layers that are not named.
         layers: Model layer index to policy.
+        budget: Tokens to keep where nothing else says how many; by default each policy's own, in its layers.
     """
 
     default: Policy
     layers: Mapping[int, Policy] = field(default_factory=dict)
+    budget: TokenBudget = field(default=None, kw_only=True)
+
+    def decider(self, layer: int) -> Policy:
+        """The layer's policy."""
+        return self.layers.get(layer, self.default)
 
     @property
     def needs_queries(self) -> int:
@@ -43,7 +44,7 @@ class PerLayer:
 
     def keep(self, tokens: LiveTokens, budget: int) -> Sequence[np.ndarray]:
         """What the layer's policy keeps; see `Policy.keep`."""
-        return self.layers.get(tokens.layer, self.default).keep(tokens, budget)
+        return self.decider(tokens.layer).keep(tokens, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +54,22 @@ class Chain:
     Attributes:
         policies: In order; the last gets the budget itself.
         narrowing: The policy before it gets `narrowing` times as much, the one before that again, and so on.
+        budget: Tokens to keep where nothing else says how many; by default the last policy's.
     """
 
     policies: Sequence[Policy]
     narrowing: int = 2
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not self.policies:
             raise ValueError("a chain needs at least one policy")
         if self.narrowing < 1:
             raise ValueError(f"narrowing must be at least 1, got {self.narrowing}")
+
+    def decider(self, layer: int) -> Policy:
+        """The last policy."""
+        return self.policies[-1]
 
     @property
     def needs_queries(self) -> int:
@@ -93,17 +100,23 @@ class Protect(ScorePolicy):
         policy: Scores the tokens in between.
         sinks: Oldest live tokens to keep.
         recent: Newest live tokens to keep.
+        budget: Tokens to keep where nothing else says how many; by default the policy's.
     """
 
     policy: ScorePolicy
     sinks: int = 4
     recent: int = 32
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, ScorePolicy):
             raise TypeError(f"Protect changes scores and needs a ScorePolicy, got {type(self.policy).__name__}")
         if self.sinks < 0 or self.recent < 0:
             raise ValueError(f"sinks and recent must be at least 0 tokens, got {self.sinks} and {self.recent}")
+
+    def decider(self, layer: int) -> Policy:
+        """The policy inside."""
+        return self.policy
 
     @property
     def needs_queries(self) -> int:
@@ -130,13 +143,19 @@ class MinBudget:
     Attributes:
         policy: Chooses the tokens.
         least: Tokens that every lane keeps at least.
+        budget: Tokens to keep where nothing else says how many; by default the policy's.
     """
 
     policy: Policy
     least: int
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         check_budget(self.least, protected_by(self.policy), self.policy)
+
+    def decider(self, layer: int) -> Policy:
+        """The policy inside."""
+        return self.policy
 
     @property
     def needs_queries(self) -> int:

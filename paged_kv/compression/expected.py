@@ -6,7 +6,7 @@ Distribution", 2025 (arXiv 2510.00636).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from paged_kv.compression.base import ALWAYS, ScorePolicy
 from paged_kv.compression.errors import NeedsQueries
 from paged_kv.compression.rotary import Rotary
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +31,17 @@ class ExpectedAttention(ScorePolicy):
         sinks: Oldest tokens that are always kept; their queries are left out of the statistics.
         horizon: Future positions to average over.
         queries: Newest queries to take the statistics of.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     rotary: Rotary
     sinks: int = 4
     horizon: int = 512
     queries: int = 512
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     @classmethod
-    def for_model(cls, model: Any, **options: int) -> ExpectedAttention:
+    def for_model(cls, model: Any, **options: Any) -> ExpectedAttention:
         """With the rotary frequencies of a transformers model.
 
         Raises:

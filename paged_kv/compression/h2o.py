@@ -7,13 +7,14 @@ could see the token, so that late tokens are not at a disadvantage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paged_kv.compression.base import ALWAYS, ScorePolicy, attention_of_newest
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,12 @@ class H2O(ScorePolicy):
     Attributes:
         recent: Newest tokens that are always kept.
         queries: Newest queries that are counted.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     recent: int = 32
     queries: int = 512
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.recent < 0:

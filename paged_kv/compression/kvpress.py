@@ -15,6 +15,7 @@ from paged_kv.compression.errors import UnsupportedMethod
 from paged_kv.compression.press_policy import PressPolicy, policy_of
 from paged_kv.compression.pressing import Bridge
 from paged_kv.live import Policy
+from paged_kv.traits import TokenBudget
 
 __all__ = ["Bridge", "PressPolicy", "bridge", "policy"]
 
@@ -43,19 +44,20 @@ def bridge(press: Any, *, untested: bool = False) -> Bridge:
     return Bridge(press, rerotates=_rerotates(press))
 
 
-def policy(press: Any, model: Any = None, *, untested: bool = False) -> Policy:
+def policy(press: Any, model: Any = None, *, budget: TokenBudget = None, untested: bool = False) -> Policy:
     """A press as a policy: the press scores or selects, the budget is the caller's, whatever ratio the press has.
 
     Args:
         press: A press that works on keys, values and queries of one layer.
         model: The model, for presses that read its weights or rotary embedding.
+        budget: Tokens to keep where nothing else says how many, such as in `SamplingParams(compression=policy)`.
         untested: Go on with a kvpress release that the tests do not cover.
 
     Raises:
         UnsupportedMethod: kvpress is not installed or not tested, or the press needs more than a layer's tokens.
     """
     _require_kvpress(untested)
-    return policy_of(press, model)
+    return policy_of(press, model, budget)
 
 
 def _require_kvpress(untested: bool) -> None:

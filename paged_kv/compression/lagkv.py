@@ -6,13 +6,14 @@ Source: Liang et al., "LagKV: Lag-Relative Information of the KV Cache Tells Whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paged_kv.compression.base import ALWAYS, ScorePolicy
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,12 @@ class LagKV(ScorePolicy):
     Attributes:
         sinks: Oldest tokens that are always kept.
         lag: Tokens of a block.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     sinks: int = 4
     lag: int = 128
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

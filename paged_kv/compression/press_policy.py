@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from paged_kv.compression.base import ScorePolicy, check_budget
 from paged_kv.compression.errors import NeedsQueries, UnsupportedMethod
 from paged_kv.compression.expected import ExpectedAttention
 from paged_kv.live import LiveTokens, Policy
+from paged_kv.traits import TokenBudget
 
 #: Why a press cannot be a policy, by the name of its class.
 REFUSED = {
@@ -58,8 +59,16 @@ QUERIES: dict[str, int | str] = {
     "TOVAPress": 2,
 }
 
+#: Tokens that a press keeps whatever they score, by the name of its class: the attribute that says it.
+PROTECTED = {
+    "SnapKVPress": "window_size",
+    "PyramidKVPress": "window_size",
+    "StreamingLLMPress": "n_sink",
+    "LagKVPress": "n_sink",
+}
 
-def policy_of(press: Any, model: Any) -> Policy:
+
+def policy_of(press: Any, model: Any, budget: TokenBudget = None) -> Policy:
     """The policy that a press amounts to.
 
     Raises:
@@ -72,13 +81,15 @@ def policy_of(press: Any, model: Any) -> Policy:
         if model is None:
             raise UnsupportedMethod("ExpectedAttentionPress needs the model's rotary embedding: policy(press, model)")
         if press.use_covariance and press.use_vnorm and press.epsilon == 0:
-            return ExpectedAttention.for_model(model, sinks=press.n_sink, horizon=press.n_future_positions)
+            return ExpectedAttention.for_model(
+                model, sinks=press.n_sink, horizon=press.n_future_positions, budget=budget
+            )
         raise UnsupportedMethod("ExpectedAttentionPress can be a policy with its default scores alone")
     if name == "PerLayerCompressionPress":
-        return policy_of(press.press, model)
+        return policy_of(press.press, model, budget)
     if not hasattr(press, "compress") or not hasattr(press, "compression_ratio"):
         raise UnsupportedMethod(f"{name} is no press that takes a ratio")
-    return PressPolicy(press, model)
+    return PressPolicy(press, model, budget=budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +99,12 @@ class PressPolicy(ScorePolicy):
     Attributes:
         press: The press; its ratio is ignored.
         model: For presses that read weights, else None.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     press: Any
     model: Any = None
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     @property
     def needs_queries(self) -> int:
@@ -100,9 +113,16 @@ class PressPolicy(ScorePolicy):
         known = QUERIES.get(type(inner).__name__, 0)
         return int(getattr(inner, known)) + 1 if isinstance(known, str) else known
 
+    @property
+    def num_protected(self) -> int:
+        """The press's window or sinks."""
+        inner = getattr(self.press, "press", self.press)
+        name = PROTECTED.get(type(inner).__name__)
+        return 0 if name is None else int(getattr(inner, name))
+
     def keep(self, tokens: LiveTokens, budget: int) -> Sequence[np.ndarray]:
         """What the press would keep at this budget; see `Policy.keep`."""
-        check_budget(budget, 0, self)
+        check_budget(budget, self.num_protected, self)
         lens = [len(positions) for positions in tokens.positions]
         if min(lens) == max(lens):
             if lens[0] <= budget:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paged_kv.compression.base import ScorePolicy
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,11 @@ class Random(ScorePolicy):
 
     Attributes:
         seed: Of the generator, started anew for every layer.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     seed: int = 0
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def scores(self, tokens: LiveTokens, lane: int) -> Tensor:
         """Uniform numbers: `[heads_per_lane, live]`."""

@@ -5,7 +5,7 @@ Source: Li et al., "SnapKV: LLM Knows What You are Looking for Before Generation
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from paged_kv.compression.base import ALWAYS, ScorePolicy, attention_of_newest
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,12 @@ class SnapKV(ScorePolicy):
     Attributes:
         window: Newest tokens whose queries observe; they are always kept.
         kernel: Tokens that a score is averaged over, odd.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     window: int = 64
     kernel: int = 5
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.window < 1:

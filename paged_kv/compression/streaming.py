@@ -7,7 +7,7 @@ the positions they were computed at, unless `rerotate` closes the gap behind the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from paged_kv.compression.errors import UnsupportedMethod
 from paged_kv.compression.rotary import Rotary
 from paged_kv.keep import ends
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,13 @@ class StreamingLLM:
             alone, so this equals counting positions within the cache, while positions of new tokens go on. Crop such
             a sequence by no other policy.
         rotary: The model's frequencies; `for_model` fills them in.
+        budget: Tokens to keep where nothing else says how many.
     """
 
     sinks: int = 4
     rerotate: bool = False
     rotary: Rotary | None = None
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.sinks < 0:

@@ -6,17 +6,24 @@ is averaged over all heads that read the lane; the newest token itself always st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from paged_kv.compression.base import ALWAYS, ScorePolicy, attention_of_newest
 from paged_kv.live import LiveTokens
+from paged_kv.traits import TokenBudget
 
 
 @dataclass(frozen=True, slots=True)
 class TOVA(ScorePolicy):
-    """Keeps what the newest query attends to most."""
+    """Keeps what the newest query attends to most.
+
+    Attributes:
+        budget: Tokens to keep where nothing else says how many.
+    """
+
+    budget: TokenBudget = field(default=None, kw_only=True)
 
     @property
     def needs_queries(self) -> int:

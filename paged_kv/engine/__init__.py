@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.engine.compress import Compression
 from paged_kv.engine.params import InvalidParams, SamplingParams
 from paged_kv.engine.request import CompletionOutput, RequestOutput
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "InvalidParams", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Compression", "Engine", "InvalidParams", "RequestOutput", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,105 +1,144 @@
-"""When a running row is cropped, and to what.
+"""What a request asks of compression: which policy, to how many tokens, when.
 
-Owns: budgets of the layers of one request, the moments of its crops.
-Does not know: how a policy chooses, how pages are freed.
+Owns: the forms in which a user says it, their ranges, budgets of a model's layers.
+Does not know: torch, how a policy chooses, how pages are freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from allocator import OutOfPages, SeqId
-from paged_kv.live import Policy
-from paged_kv.memory import PagedMemory
+from paged_kv.engine.crops import CropPlan
+from paged_kv.traits import budget_in, protected_by, queries_needed
+
+if TYPE_CHECKING:
+    from paged_kv.live import Policy
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Crop a request's layers at the end of its prompt, and if wanted again while it decodes.
+    """Crop a request's layers: at the end of its prompt, and if wanted before, after, and when the pool runs out.
 
     Attributes:
         policy: Chooses the tokens.
-        budget: Tokens that each lane of each layer keeps: one number for all layers, or one per layer in order.
-        every: Crop again after so many output tokens; None crops the prompt only.
+        budget: Tokens that each lane of each layer keeps: one number for all layers, one per layer in order, or by
+            model layer index (layers that are not named keep all). None takes the policy's own `budget`; if it brings
+            none either, only pressure crops.
+        every: Crop again after so many output tokens.
+        longest: Crop again when a layer holds so many tokens, mean over its lanes.
+        chunk: Compute the prompt in pieces of at most so many tokens with a crop after each, so that a layer never
+            holds more than `budget + chunk`. None computes all of it before the first crop.
+        floor: When the pool runs out, this request may be cropped to so many tokens a lane, so that nobody is
+            preempted. None never does that.
     """
 
     policy: Policy
-    budget: int | tuple[int, ...]
+    budget: int | Sequence[int] | Mapping[int, int] | None = None
     every: int | None = None
+    longest: int | None = field(default=None, kw_only=True)
+    chunk: int | None = field(default=None, kw_only=True)
+    floor: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        budgets = self.budget if isinstance(self.budget, tuple) else (self.budget,)
-        for budget in budgets:
-            if type(budget) is not int or budget < 1:
-                raise ValueError(f"a budget is a number of tokens, at least 1, got {budget!r}")
-        if getattr(self.policy, "rerotate", False):
-            raise ValueError("the engine does not turn keys: rerotate=True is for a cache, not for a request")
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 token, got {self.every}")
+        if not callable(getattr(self.policy, "keep", None)):
+            raise ValueError(f"a policy chooses with a method `keep`, {type(self.policy).__name__} has none")
+        if isinstance(self.budget, (list, range)):
+            object.__setattr__(self, "budget", tuple(self.budget))
+        _check_budgets(self.policy, _numbers(self.budget))
+        for name in ("every", "longest", "chunk"):
+            value = getattr(self, name)
+            if value is not None and (not _is_tokens(value) or value < 1):
+                raise ValueError(f"{name} must be a number of tokens, at least 1, got {value!r}")
+        if self.floor is not None:
+            _check_budgets(self.policy, [self.floor], "floor")
 
-    def of_layers(self, layers: Sequence[int]) -> dict[int, int]:
-        """The budget of each paged layer.
+    @classmethod
+    def of(cls, asked: Any) -> Compression:
+        """A policy with a budget of its own, or a `Compression` as it is.
 
         Raises:
-            ValueError: As many budgets as layers were expected.
+            ValueError: Neither.
         """
+        return asked if isinstance(asked, Compression) else cls(asked)
+
+    def for_layers(self, layers: Sequence[int], *, shares: bool = False) -> CropPlan:
+        """What this means for a model with these paged layers.
+
+        Args:
+            layers: Model layer indices.
+            shares: Whether requests share the pages of equal prefixes.
+
+        Raises:
+            ValueError: As many budgets as layers were expected; no budget at all; budgets that conflict with when.
+        """
+        if shares and getattr(self.policy, "rerotate", False):
+            raise ValueError("rerotate=True rewrites keys, which requests may share: set enable_prefix_caching=False")
+        budgets = self._of_layers(layers)
+        _check_budgets(self.policy, budgets.values())
+        if not budgets and self.floor is None:
+            name = type(self.policy).__name__
+            raise ValueError(f"how many tokens may stay? {name}(budget=256), or Compression({name}(), 256)")
+        if not budgets and (self.every or self.longest or self.chunk):
+            raise ValueError("every, longest and chunk need a budget")
+        most = max(budgets.values(), default=0)
+        if self.longest is not None and self.longest <= most:
+            raise ValueError(f"longest={self.longest} must be above the largest budget of {most} tokens")
+        return CropPlan(
+            self.policy,
+            budgets,
+            every=self.every,
+            longest=self.longest,
+            chunk=self.chunk,
+            floor=self.floor,
+            num_queries=queries_needed(self.policy),
+            is_partial=len(budgets) < len(layers),
+        )
+
+    def _of_layers(self, layers: Sequence[int]) -> dict[int, int]:
+        """Budgets by layer index; empty if nobody says any."""
+        if self.budget is None:
+            own = {layer: budget_in(self.policy, layer) for layer in layers}
+            return {layer: budget for layer, budget in own.items() if budget is not None}
+        if isinstance(self.budget, Mapping):
+            if unknown := set(self.budget) - set(layers):
+                raise ValueError(f"no paged layer {min(unknown)}; paged layers are {list(layers)}")
+            return dict(self.budget)
         if isinstance(self.budget, int):
             return dict.fromkeys(layers, self.budget)
         if len(self.budget) != len(layers):
             raise ValueError(f"the model has {len(layers)} paged layers, got {len(self.budget)} budgets")
         return dict(zip(layers, self.budget, strict=True))
 
-    def is_due(self, num_prompt: int, num_computed: int) -> bool:
-        """Whether to crop now that `num_computed` tokens are in the pages."""
-        if num_computed == num_prompt:
-            return True
-        return self.every is not None and num_computed > num_prompt and (num_computed - num_prompt) % self.every == 0
 
-    def until_due(self, num_prompt: int, num_computed: int) -> int | None:
-        """Tokens to compute until the next crop, None if there is none."""
-        if num_computed < num_prompt:
-            return num_prompt - num_computed
-        return None if self.every is None else self.every - (num_computed - num_prompt) % self.every
-
-    def crop(self, memory: PagedMemory, seq: SeqId) -> int:
-        """Crop one sequence, layer by layer, smallest budget first; returns how many fewer pages are in use.
-
-        Raises:
-            OutOfPages: Survivors must move off shared or published pages and no page is left for them. The layers
-                cropped so far stay cropped; calling again goes on with the others.
-        """
-        before = _num_active(memory)
-        for layer, budget in sorted(self.of_layers(memory.layers).items(), key=lambda item: item[1]):
-            if int(memory.live_lens([seq], layer).max()) <= budget:
-                continue
-            lanes = self.policy.keep(memory.live_tokens(seq, layer), budget)
-            keep = {(layer, lane): indices for lane, indices in enumerate(lanes)}
-            try:
-                memory.crop(seq, keep)
-            except OutOfPages:
-                _make_room(memory, budget)
-                memory.crop(seq, keep)
-        return before - _num_active(memory)
+def _numbers(budget: Any) -> list[Any]:
+    """The numbers in any form of budget."""
+    if budget is None:
+        return []
+    if isinstance(budget, Mapping):
+        return list(budget.values())
+    return list(budget) if isinstance(budget, tuple) else [budget]
 
 
-def _num_active(memory: PagedMemory) -> int:
-    return sum(stats.active_pages for stats in memory.stats())
+def _is_tokens(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def _make_room(memory: PagedMemory, num_tokens: int) -> None:
-    """Let a growing pool grow by what `num_tokens` take, by reserving them for a moment.
+def _check_budgets(policy: object, budgets: Iterable[Any], name: str = "budget") -> None:
+    """Refuse what is no number of tokens, or less than the policy always keeps.
 
     Raises:
-        OutOfPages: The pool is as large as it may be.
+        ValueError: The message names the value, and the policy with what it keeps.
     """
-    scratch, _ = memory.open()
-    try:
-        memory.append([scratch], [num_tokens])
-    finally:
-        memory.close(scratch)
+    for budget in budgets:
+        if not _is_tokens(budget) or budget < 1:
+            raise ValueError(f"a {name} is a number of tokens, at least 1, got {budget!r}")
+        if budget < (protected := protected_by(policy)):
+            raise ValueError(f"{type(policy).__name__} always keeps {protected} tokens, got a {name} of {budget}")
 
 
 def ramp(mean: int, num_layers: int, spread: float) -> tuple[int, ...]:

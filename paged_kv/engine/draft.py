@@ -68,7 +68,8 @@ def propose(rows: Iterable[Row], max_tokens: int) -> None:
         return
     for row in running:
         request = row.request
-        if not row.sampler.plain or request.lockstep or request.params.compression is not None:
+        if not row.sampler.plain or request.lockstep or (request.crops is not None and request.crops.num_queries):
+            # A rolled-back guess would have overwritten queries that a crop reads.
             continue
         left = request.max_len - len(row.tokens)
         if request.params.max_tokens is not None:

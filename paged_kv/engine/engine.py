@@ -18,6 +18,7 @@ from allocator import Admission
 from paged_kv.attention.select import pick_backend
 from paged_kv.engine import output
 from paged_kv.engine.batch import build
+from paged_kv.engine.cropper import Cropper
 from paged_kv.engine.draft import propose
 from paged_kv.engine.intake import (
     EngineClosed,
@@ -83,7 +84,8 @@ class Engine:
         caching = self.options.enable_prefix_caching and len(specs) == 1
         self.memory = PagedMemory(specs, budget, enable_prefix_caching=caching)
         self._slides = any(window is not None for spec in specs for window in spec.windows)
-        self._scheduler = Scheduler(self.memory, self._limits(caching))
+        self._cropper = Cropper(self.memory)
+        self._scheduler = Scheduler(self.memory, self._limits(caching), self._cropper)
         self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=encoder_of(tokenizer))
         backend = pick_backend(specs[0].device, name=self.options.backend)
         self._runner = Runner(model, self.memory, backend, optimize=self.options.optimize)
@@ -96,7 +98,7 @@ class Engine:
         self._meter = Meter()
 
     def _limits(self, caching: bool) -> Limits:
-        options = self.options
+        options, groups = self.options, self.memory.groups
         total = self.memory.stats()[0].total_pages
         return Limits(
             max_num_seqs=options.max_num_seqs,
@@ -104,6 +106,7 @@ class Engine:
             page_size=options.page_size,
             watermark=int(total * options.watermark),
             prefix_caching=caching,
+            num_tables=sum(len(group.spec.layers) * group.spec.lanes for group in groups) if len(groups) == 1 else 0,
         )
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -154,7 +157,8 @@ class Engine:
         try:
             seed = params.seed if params.seed is not None else self.options.seed * 1_000_003 + self._arrivals
             if params.compression is not None:
-                params.compression.of_layers(self.memory.layers)
+                shares = self._scheduler.limits.prefix_caching
+                request.crops = params.compression.for_layers(self.memory.layers, shares=shares)
             row = request.rows[0]
             row.sampler = self._sampler.prepare(params, seed)
             watch(row, self.tokenizer, streams=stream)
@@ -228,6 +232,7 @@ class Engine:
 
     def _compute(self, plan: StepPlan) -> set[Request]:
         """The forward pass of a plan and what follows from its logits; returns the requests that got on."""
+        self._cropper.begin(plan.rows)
         batch = build(plan, self._runner.device)
         seqs = plan.seqs
         now = self._clock()
@@ -243,8 +248,12 @@ class Engine:
         self._meter.note(plan.counts, self.memory, self._scheduler.running)
         self._searcher.verify(batch, logits)
         self._publish(plan)
-        failed = self._searcher.crop(plan.rows)
-        return failed | self._searcher.take(batch, logits, self._clock())
+        if self._cropper.crop_due(plan.rows):
+            self._scheduler.pages_freed()
+        failed = self._cropper.take_failed()
+        for request, message in failed.items():
+            self._searcher.fail(request, message)
+        return set(failed) | self._searcher.take(batch, logits, self._clock())
 
     def _publish(self, plan: StepPlan) -> None:
         """Share full blocks, and free pages behind windows, for the rows that crossed a page border."""
@@ -256,7 +265,7 @@ class Engine:
         ]
         if self._scheduler.limits.prefix_caching:
             for row in crossed:
-                if row.seq is not None and not row.num_cropped:
+                if row.seq is not None and row.publishes:
                     self.memory.commit(row.seq, (row.tokens + row.draft)[: row.num_computed])
         if self._slides and crossed:
             self.memory.slide([row.seq for row in crossed if row.seq is not None])
@@ -308,7 +317,8 @@ class Engine:
             pages_used=sum(pool.active_pages for pool in pools),
             pages_total=sum(pool.total_pages for pool in pools),
             peak_pages=meter.peak_pages,
-            pages_freed_by_crops=self._searcher.pages_freed,
+            pages_freed_by_crops=self._cropper.pages_freed,
+            num_pressure_crops=self._cropper.num_pressure_crops,
             peak_bytes=meter.peak_bytes,
             peak_dynamic_bytes=meter.peak_dynamic_bytes,
             mean_live_len=tuple((self._searcher.live_sums / max(1, self._searcher.num_ended)).tolist()),

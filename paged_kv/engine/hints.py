@@ -34,8 +34,8 @@ class PrefixHints:
         if self._size is None or not in_flight:
             return False
         usable = self._keys(row, self._size)[: (len(row.tokens) - 1) // self._size]
-        if row.request.logits_from is not None:
-            usable = usable[: row.request.logits_from // self._size]
+        if (most := row.request.most_cached) is not None:
+            usable = usable[: most // self._size]
         saved = self._size * sum(key in in_flight for key in usable)
         return saved >= max(2 * self._size, MIN_SHARED_FRACTION * len(row.tokens))
 

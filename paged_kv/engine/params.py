@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from allocator import KVError
+from paged_kv.engine.compress import Compression
 
 #: A custom processor: `(input_ids [1, len], scores [1, vocab]) -> scores`, as `transformers.LogitsProcessor`.
 Processor = Callable[[Any, Any], Any]
@@ -50,7 +51,8 @@ class SamplingParams:
         prompt_logprobs: The same for the prompt's tokens, from the second on.
         skip_special_tokens: Leave special tokens out of the text.
         logits_processors: Custom `transformers` processors, called for this request alone.
-        compression: When and how to crop, see `paged_kv.engine.compress.Compression`; None keeps all tokens.
+        compression: A policy with a budget, such as `SnapKV(budget=256)`, crops the prompt; a
+            `paged_kv.engine.compress.Compression` says besides when to crop. None keeps all tokens.
         structured: A processor that keeps the output to a grammar, as grammar libraries build them for transformers.
         extra: Free for the caller.
     """
@@ -92,6 +94,8 @@ class SamplingParams:
             raise InvalidParams(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         if self.structured is not None and not callable(self.structured):
             raise InvalidParams(f"structured must be a logits processor, got {self.structured!r}")
+        if self.compression is not None:
+            object.__setattr__(self, "compression", _compression(self.compression))
         self._check_integers()
         self._check_numbers()
         self._check_conflicts()
@@ -183,6 +187,13 @@ class SamplingParams:
         clash = [name for name in ("compression", "structured") if getattr(self, name) is not None]
         if clash or self.logits_processors:
             raise InvalidParams(f"beam search takes no {(*clash, 'logits_processors')[0]}")
+
+
+def _compression(asked: Any) -> Compression:
+    try:
+        return Compression.of(asked)
+    except ValueError as error:
+        raise InvalidParams(f"compression: {error}") from error
 
 
 def _is_integer(value: object) -> bool:

@@ -1,12 +1,12 @@
 """The records at the scheduler's borders: what it asks of the pages, its bounds, and what it decides.
 
-Owns: `Memory`, `Limits`, `StepPlan`.
+Owns: `Memory`, `Relief`, `Limits`, `StepPlan`.
 Does not know: torch, how a plan is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,18 @@ class Memory(Protocol):
         ...
 
 
+class Relief(Protocol):
+    """Who can free pages of running rows without taking them all."""
+
+    def reserve(self, rows: Iterable[Row]) -> int:
+        """Pages that it needs free to begin with."""
+        ...
+
+    def relieve(self, rows: Sequence[Row]) -> bool:
+        """Free pages of one row; False if none can give any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds of a step.
@@ -46,6 +58,7 @@ class Limits:
         page_size: Tokens of a block of the prefix cache.
         watermark: Pages that admission leaves free for the rows that already run.
         prefix_caching: Whether prompts may share pages.
+        num_tables: Page tables of a sequence, if all its pages are from one pool; 0 if not.
     """
 
     max_num_seqs: int = 256
@@ -53,6 +66,7 @@ class Limits:
     page_size: int = 16
     watermark: int = 0
     prefix_caching: bool = True
+    num_tables: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):

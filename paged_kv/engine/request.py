@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from allocator import SeqId
+from paged_kv.engine.crops import CropPlan
 from paged_kv.engine.params import SamplingParams
 
 #: Token id to (log probability, rank) at one position, as far as asked for.
@@ -34,6 +35,7 @@ class Request:
         prompt: The prompt's text, if text was given.
         max_len: Tokens after which every row ends (prompt and output).
         logits_from: Prompt positions from here on need their logits too (prompt log probabilities), None for none.
+        crops: When its rows are cropped and to what, None for never.
         rows: Rows that are not finished, waiting or running.
         done: Finished rows.
         forked: Whether the rows of the other completions exist.
@@ -48,6 +50,7 @@ class Request:
     prompt: str | None = None
     max_len: int = 1 << 62
     logits_from: int | None = None
+    crops: CropPlan | None = None
     rows: list[Row] = field(default_factory=list)
     done: list[Row] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
@@ -67,6 +70,14 @@ class Request:
     def key(self) -> tuple[int, int]:
         """Sorts requests in the order in which they are served."""
         return (self.priority, self.arrival)
+
+    @property
+    def most_cached(self) -> int | None:
+        """Tokens that may come from the prefix cache at most, None for any number."""
+        if self.crops is None:
+            return self.logits_from
+        reusable = self.crops.reusable(len(self.prompt_ids))
+        return reusable if self.logits_from is None else min(reusable, self.logits_from)
 
     @property
     def lockstep(self) -> bool:
@@ -94,6 +105,7 @@ class Row:
         tokens: Prompt and output so far.
         seq: Its pages, None while it waits.
         num_computed: Tokens whose keys and values are in the pages (seen tokens).
+        num_live: Tokens that the longest of its cropped layers holds.
         draft: Guessed next tokens, which the next step verifies; while that step's results are taken, the tokens that
             it found, all but the last of them computed already.
     """
@@ -115,6 +127,7 @@ class Row:
     sampler: Any = None
     guesser: Any = None
     num_cropped: int = 0
+    num_live: int = 0
     crop_pending: bool = False
 
     @property
@@ -131,6 +144,33 @@ class Row:
     def output_ids(self) -> list[int]:
         """The generated tokens."""
         return self.tokens[len(self.request.prompt_ids) :]
+
+    @property
+    def to_hold(self) -> int:
+        """Tokens that its longest layer may come to hold before its next output, beside those it holds now."""
+        crops = self.request.crops
+        if crops is None:
+            return self.num_todo
+        return min(self.num_todo, max(1, crops.most_live(self.num_prompt, len(self.tokens)) - self.num_live))
+
+    @property
+    def floor(self) -> int | None:
+        """Tokens that pressure leaves in each of its layers, None if it must leave all."""
+        return None if self.request.crops is None else self.request.crops.floor
+
+    @property
+    def least_live(self) -> int:
+        """Tokens that its longest layer holds at least once its prompt is computed, whatever pressure does."""
+        if self.floor is None:
+            return self.num_live + self.to_hold
+        # Every crop costs time: each should free more than the page that the next token takes.
+        return self.floor + max(1, self.floor // 8)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether its full blocks may be shared: it was never cropped, and its prompt is not cropped piece by piece."""
+        crops = self.request.crops
+        return not self.num_cropped and (crops is None or crops.chunk is None)
 
     @property
     def num_todo(self) -> int:

@@ -47,7 +47,7 @@ class PackedCache(DynamicCache):
             write_pages(store.keys, store.values, keys, values, self.step.slots(layer_idx))
         else:
             self.step.write(layer_idx, keys, values)
-        handle = PackedHandle(self._backend, self.step, layer_idx, self._windows[layer_idx])
+        handle = PackedHandle(self._backend, self._memory, self.step, layer_idx, self._windows[layer_idx])
         return tie(key_states, handle), value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -58,18 +58,22 @@ class PackedCache(DynamicCache):
 class PackedHandle:
     """What the attention function finds on the key: one layer's pages in this step."""
 
-    __slots__ = ("_backend", "_layer", "_step", "_window")
+    __slots__ = ("_backend", "_layer", "_memory", "_step", "_window")
 
-    def __init__(self, backend: Backend, step: Step, layer: int, window: int | None) -> None:
+    def __init__(self, backend: Backend, memory: PagedMemory, step: Step, layer: int, window: int | None) -> None:
         self._backend = backend
+        self._memory = memory
         self._step = step
         self._layer = layer
         self._window = window
 
     def attend(self, query: Tensor, options: AttentionOptions) -> Tensor:
         """Attend packed queries `[1, q_heads, tokens, key_width]`; returns `[1, tokens, q_heads, value_width]`."""
+        packed = query[0].transpose(0, 1)
+        if self._memory.queries is not None:
+            self._memory.note_queries(self._step, self._layer, packed, options.scale)
         view = self._step.view(self._layer, self._window)
-        return self._backend.attend(query[0].transpose(0, 1), view, options).unsqueeze(0)
+        return self._backend.attend(packed, view, options).unsqueeze(0)
 
 
 class Runner:

@@ -11,11 +11,11 @@ never preempted for a younger one and admission is strictly in order, so that ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from allocator import Admission, Verdict
 from paged_kv.engine.hints import PrefixHints
-from paged_kv.engine.plan import Limits, Memory, StepPlan
+from paged_kv.engine.plan import Limits, Memory, Relief, StepPlan
 from paged_kv.engine.queue import WaitingQueue
 from paged_kv.engine.request import Request, Row
 
@@ -23,8 +23,10 @@ from paged_kv.engine.request import Request, Row
 class Scheduler:
     """Decides each step's rows and token counts; deterministic."""
 
-    def __init__(self, memory: Memory, limits: Limits) -> None:
+    def __init__(self, memory: Memory, limits: Limits, relief: Relief | None = None) -> None:
+        """Schedule rows of `memory`; `relief` frees pages of running rows before any is preempted."""
         self._memory = memory
+        self._relief = relief
         self.limits = limits
         self._prefixes = PrefixHints(limits.page_size if limits.prefix_caching else None)
         self._waiting = WaitingQueue()
@@ -80,6 +82,7 @@ class Scheduler:
         """Note that the step's tokens are in the pages."""
         for row, count in zip(plan.rows, plan.counts, strict=True):
             row.num_computed += count
+            row.num_live += count
 
     def fork(self, row: Row, others: Iterable[Row]) -> None:
         """Let forks of a running row run as well; they hold their own sequence already."""
@@ -141,10 +144,11 @@ class Scheduler:
         """Tokens that a row would compute next if the budget allowed."""
         todo = row.num_todo
         request = row.request
-        if (compression := request.params.compression) is not None:
-            # Crops fall on the same tokens when a row is recomputed in chunks.
-            until = compression.until_due(row.num_prompt, row.num_computed)
-            todo = todo if until is None else min(todo, until)
+        if request.crops is not None:
+            # Crops fall on the same tokens when a row is recomputed in chunks, or guesses ahead.
+            until = request.crops.until_due(row.num_prompt, row.num_computed, row.num_live)
+            if until is not None:
+                return min(todo + len(row.draft), until)
         if request.lockstep and request.forked:
             if todo > 1:
                 return todo - 1
@@ -152,17 +156,23 @@ class Scheduler:
         return todo + len(row.draft)
 
     def _make_room(self, work: dict[Row, int], preempted: list[Row], unfit: dict[Row, Admission]) -> None:
-        """Take rows out of `work` until it fits: drafts first, then the pages of the youngest."""
+        """Take rows out of `work` until it fits: drafts first, then what may be cropped, then pages of the youngest."""
+        reserve = 0 if self._relief is None else self._relief.reserve(self._running)
         while work:
             seqs = [row.seq for row in work if row.seq is not None]
             answer = self._memory.can_append(seqs, list(work.values()))
-            if answer.verdict is Verdict.OK:
+            fits = answer.verdict is Verdict.OK
+            if fits and answer.available - answer.needed >= reserve:
                 return
             if any(row.draft for row in work):
                 for row in work:
                     work[row] -= min(len(row.draft), work[row] - 1)
                     row.draft = []
                 continue
+            if self._relief is not None and self._relief.relieve(self.running):
+                continue
+            if fits:
+                return
             victim = max((row for row in self._running if row not in unfit), key=_age)
             group = [row for row in victim.request.rows if row.seq is not None] if victim.request.lockstep else [victim]
             alone = len(self._running) - len(unfit) == len(group)
@@ -192,7 +202,7 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens - sum(work.values())
         seats = self.limits.max_num_seqs - sum(self._seats(row) for row in self._running)
         # Every prompt that has begun is counted in full, so that two long ones are not started on the room for one.
-        pending = {row: max(work.get(row, 0), row.num_todo) for row in self._running}
+        pending = {row: max(work.get(row, 0), row.to_hold) for row in self._running}
         in_flight = self._prefixes.in_flight(self._running)
         deferred: list[Row] = []
         while budget > 0 and seats > 0 and len(deferred) < 4 * self.limits.max_num_seqs:
@@ -214,7 +224,7 @@ class Scheduler:
                 self._blocked = True
                 break
             seats -= self._seats(row)
-            pending[row] = row.num_todo
+            pending[row] = row.to_hold
             if row.request.lockstep and row.request.forked and row.num_todo == 1:
                 continue  # its siblings may be ready, but are not planned: all of them step next time
             if count := min(self._wanted(row), budget):
@@ -228,19 +238,29 @@ class Scheduler:
         """Open a waiting row's sequence if its tokens fit beside the pending ones and the watermark, or say why not."""
         request = row.request
         known = row.tokens if self.limits.prefix_caching else None
-        seq, cached = self._memory.open(known, scope=request.scope, limit=request.logits_from)
+        seq, cached = self._memory.open(known, scope=request.scope, limit=request.most_cached)
+        row.num_computed = row.num_live = cached
         seqs = [other.seq for other in pending if other.seq is not None]
-        answer = self._memory.can_append([*seqs, seq], [*pending.values(), len(row.tokens) - cached])
+        answer = self._memory.can_append([*seqs, seq], [*pending.values(), row.to_hold])
         spare = answer.available - answer.needed
-        if answer.verdict is not Verdict.OK or (pending and spare < self.limits.watermark):
+        crowded = spare < self.limits.watermark or not self._floors_fit([*pending, row], answer.total)
+        if answer.verdict is not Verdict.OK or (pending and crowded):
             self._memory.close(seq)
+            row.num_computed = row.num_live = 0
             return answer
         row.seq = seq
-        row.num_computed = cached
         if not row.num_output:
             request.num_cached_tokens = cached
         self._running[row] = None
         return None
+
+    def _floors_fit(self, rows: Sequence[Row], num_pages: int) -> bool:
+        """Whether the pool holds all rows once pressure has cropped those that allow it, with room to go on."""
+        if not self.limits.num_tables or all(row.floor is None for row in rows):
+            return True
+        size = self.limits.page_size
+        least = sum(-(-row.least_live // size) + 1 for row in rows)
+        return least <= num_pages // self.limits.num_tables
 
     # -- pages back -------------------------------------------------------------------------------------------------
 
@@ -249,7 +269,7 @@ class Scheduler:
         self._memory.preempt(row.seq)
         del self._running[row]
         row.seq = None
-        row.num_computed = row.num_cropped = 0
+        row.num_computed = row.num_live = row.num_cropped = 0
         row.crop_pending = False
         row.draft = []
         row.request.num_preemptions += 1

@@ -1,6 +1,6 @@
-"""What the logits of a step lead to: new tokens, forks, beams, crops, ends.
+"""What the logits of a step lead to: new tokens, forks, beams, ends.
 
-Owns: applying draws to rows, verifying guessed tokens, forking completions, moving beams, cropping after the prompt.
+Owns: applying draws to rows, verifying guessed tokens, forking completions, moving beams.
 Does not know: how the step was planned or computed.
 """
 
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from allocator import OutOfPages
 from paged_kv.engine.batch import Batch, Span
 from paged_kv.engine.beam import BeamSearch
 from paged_kv.engine.request import Request, Row
@@ -39,7 +38,6 @@ class Searcher:
         self._sampler = sampler
         self._eos_ids = eos_ids
         self._tokenizer = tokenizer
-        self.pages_freed = 0
         self.live_sums = np.zeros(len(memory.layers), np.int64)
         self.num_ended = 0
         self.num_tokens = 0
@@ -79,27 +77,6 @@ class Searcher:
             self._move_beams(request, spans, logits)
         return {span.row.request for span in batch.spans}
 
-    def crop(self, rows: Sequence[Row]) -> set[Request]:
-        """Crop the rows whose crop is due, or was and found no page; returns the requests whose policy failed."""
-        failed: set[Request] = set()
-        for row in rows:
-            compression = row.request.params.compression
-            if compression is None or row.seq is None:
-                continue
-            if not (row.crop_pending or compression.is_due(row.num_prompt, row.num_computed)):
-                continue
-            row.num_cropped += 1
-            try:
-                self.pages_freed += compression.crop(self._memory, row.seq)
-                row.crop_pending = False
-            except OutOfPages:
-                row.crop_pending = True
-            except Exception as error:  # noqa: BLE001 - foreign code: its failure is its own request's result
-                self._fail(row.request, f"the crop raised {type(error).__name__}: {error}")
-                failed.add(row.request)
-            self._scheduler.pages_freed()
-        return failed
-
     def end(self, row: Row, reason: str) -> None:
         """End a row, and note how many tokens its layers held."""
         if row.seq is not None:
@@ -115,7 +92,7 @@ class Searcher:
         for row, draw in zip(rows, self._sampler(logits, rows), strict=True):
             self.num_tokens += 1
             if isinstance(draw, Exception):
-                self._fail(row.request, f"a logits processor raised {type(draw).__name__}: {draw}")
+                self.fail(row.request, f"a logits processor raised {type(draw).__name__}: {draw}")
             elif row.finish_reason is None and (reason := take(row, draw, self._eos_ids, self._tokenizer)):
                 self.end(row, reason)
 
@@ -141,6 +118,7 @@ class Searcher:
                 row.num_computed,
                 sampler=row.sampler,
                 num_cropped=row.num_cropped,
+                num_live=row.num_live,
                 crop_pending=row.crop_pending,
             )
             for index, seq in zip(indices, forks, strict=True)
@@ -148,7 +126,8 @@ class Searcher:
         self._scheduler.fork(row, others)
         return others
 
-    def _fail(self, request: Request, message: str) -> None:
+    def fail(self, request: Request, message: str) -> None:
+        """End a request with an error; others go on."""
         request.error = message
         for row in list(request.rows):
             self._scheduler.finish(row, "error")
@@ -174,6 +153,7 @@ class Searcher:
             if wrong and row.seq is not None:
                 self._memory.truncate([row.seq], [wrong])
                 row.num_computed -= wrong
+                row.num_live -= wrong
 
     def _take_draft(self, row: Row) -> None:
         """Add the tokens that `verify` found, up to the row's end."""

@@ -18,6 +18,7 @@ class EngineStats:
     """A snapshot of the engine: counts since it was opened, and what is going on now.
 
     Attributes:
+        num_pressure_crops: Crops that freed pages because the pool had run out.
         peak_bytes: Most bytes of pages in use after a step.
         peak_dynamic_bytes: Most bytes that transformers' `DynamicCache` would have held for the same rows, unpadded.
         mean_live_len: Tokens that each paged layer held at the end of a row, mean over the ended rows.
@@ -35,6 +36,7 @@ class EngineStats:
     pages_total: int
     peak_pages: int
     pages_freed_by_crops: int
+    num_pressure_crops: int
     peak_bytes: int
     peak_dynamic_bytes: int
     mean_live_len: tuple[float, ...]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from paged_kv.compression.streaming import StreamingLLM
+from paged_kv.compression import SnapKV, StreamingLLM
 from paged_kv.engine import LLM, SamplingParams
 from paged_kv.engine.compress import Compression
 from paged_kv.engine.engine import Engine
@@ -39,9 +39,10 @@ def requests(draw):
         if kind == "beam":
             values |= {"beam_width": 2, "n": 2}
         if kind == "cropped":
-            values |= {
-                "compression": Compression(StreamingLLM(2), draw(st.integers(3, 12)), draw(st.sampled_from([None, 3])))
-            }
+            policy = draw(st.sampled_from([StreamingLLM(2), SnapKV(window=3, kernel=3)]))
+            budget = draw(st.integers(3, 12))
+            when = draw(st.sampled_from([{}, {"every": 3}, {"longest": budget + 4}, {"chunk": 5}]))
+            values |= {"compression": Compression(policy, budget, **when)}
         made.append((tuple(prompt), SamplingParams(**values), draw(st.integers(0, 2)), draw(st.integers(0, 6))))
     return made
 

@@ -8,7 +8,7 @@ from engine_models import alone, prompts, tiny
 
 from paged_kv.compression.streaming import StreamingLLM
 from paged_kv.engine import LLM, SamplingParams
-from paged_kv.engine.compress import Compression, ramp
+from paged_kv.engine.compress import Compression
 
 
 def engine(model, **options):
@@ -232,29 +232,7 @@ def test_a_failing_policy_is_its_own_requests_error(llama):
     assert list(results[2].token_ids) == alone(llama, [7] * 9, 6, eos_token_id=None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (((), 0), "at least 1, got 0"),
-        (((), 1.5), "at least 1, got 1.5"),
-        (((), (4, -1)), "at least 1, got -1"),
-        (((), 4, 0), "every must be at least 1 token, got 0"),
-    ],
-)
-def test_bad_budgets_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Compression(*arguments)
-
-
 def test_budgets_must_fit_the_layers(llama):
     with engine(llama) as llm:
         [result] = llm.generate([[5, 6]], cropped((4, 4)), use_tqdm=False)
     assert result.error == "the model has 3 paged layers, got 2 budgets"
-
-
-def test_a_ramp_keeps_its_mean():
-    assert ramp(100, 5, 0.5) == (150, 125, 100, 75, 50)
-    assert ramp(100, 1, 0.5) == (100,)
-    assert ramp(1, 3, 0.9) == (2, 1, 1)
-    with pytest.raises(ValueError, match="spread"):
-        ramp(10, 3, 1.0)
