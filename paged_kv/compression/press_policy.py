@@ -122,7 +122,7 @@ class PressPolicy(ScorePolicy):
 
     def keep(self, tokens: LiveTokens, budget: int) -> Sequence[np.ndarray]:
         """What the press would keep at this budget; see `Policy.keep`."""
-        check_budget(budget, self.num_protected, self)
+        check_budget(budget, self.num_protected, self.press)
         lens = [len(positions) for positions in tokens.positions]
         if min(lens) == max(lens):
             if lens[0] <= budget:

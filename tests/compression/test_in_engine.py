@@ -32,6 +32,16 @@ from paged_kv.engine.params import SamplingParams
 from tests.tiny import tiny_model, tokens
 
 
+def spread_model() -> Any:
+    """A random model whose attention is far from uniform, so that no two tokens score alike to rounding."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight *= 5
+    return model
+
+
 def alone(model: Any, ids: torch.Tensor, chosen: Any, budget: Any, count: int) -> list[int]:
     """Greedy tokens after one crop at the end of the prompt, through the drop-in cache."""
     cache = PagedCache.for_model(model, lanes="head")
@@ -50,7 +60,7 @@ def alone(model: Any, ids: torch.Tensor, chosen: Any, budget: Any, count: int) -
 
 
 def test_requests_with_policies_of_their_own_run_together_as_each_alone() -> None:
-    model = tiny_model("llama")
+    model = spread_model()
     work: list[tuple[Any, Any]] = [
         (KeyNorm(), 20),
         (StreamingLLM(2), 9),
@@ -104,7 +114,7 @@ def greedy(compression: Any = None, max_tokens: int = 8) -> SamplingParams:
 
 
 def test_a_policy_with_a_budget_is_all_that_a_request_needs() -> None:
-    model, ids = tiny_model("llama"), tokens(1, 60)
+    model, ids = spread_model(), tokens(1, 60)
     want = alone(model, ids, SnapKV(window=6), 17, 8)
     with Engine(model, None, EngineOptions(num_pages=999, page_size=4, lanes="head")) as engine:
         [result] = run(engine, [(ids[0].tolist(), greedy(SnapKV(window=6, budget=17)))])
@@ -113,7 +123,7 @@ def test_a_policy_with_a_budget_is_all_that_a_request_needs() -> None:
 
 
 def test_queries_are_recorded_for_the_sequences_that_need_them_and_only_until_their_last_crop() -> None:
-    model = tiny_model("llama")
+    model = spread_model()
     prompts = [tokens(1, 40, seed=number)[0].tolist() for number in range(3)]
     with Engine(model, None, EngineOptions(num_pages=999, page_size=4)) as engine:
         engine.add_request("plain", prompts[0], greedy(max_tokens=12))
@@ -140,7 +150,7 @@ def test_queries_are_recorded_for_the_sequences_that_need_them_and_only_until_th
 
 
 def test_cached_prefixes_change_nothing_for_methods_that_read_queries() -> None:
-    model, ids = tiny_model("llama"), tokens(1, 60)[0].tolist()
+    model, ids = spread_model(), tokens(1, 60)[0].tolist()
     options = EngineOptions(num_pages=999, page_size=4, max_num_batched_tokens=32, max_num_seqs=8)
     asked = greedy(Compression(SnapKV(window=6), 17, every=5), 14)
     with Engine(model, None, options) as engine:

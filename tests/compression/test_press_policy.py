@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paged_kv import PagedCache
-from paged_kv.compression import NeedsQueries, UnsupportedMethod, compress, record_queries
+from paged_kv.compression import BudgetTooSmall, NeedsQueries, UnsupportedMethod, compress, record_queries
 from paged_kv.compression.kvpress import TESTED, bridge, policy
 from tests.compression.press_models import kept_by_press, kept_by_us, plain, press_model, prompts
 
@@ -118,13 +118,13 @@ def test_a_press_that_needs_more_is_refused_by_name(model: Any, press: Callable[
     assert cache.layer_lengths() == [128] * 4
 
 
-def test_a_window_larger_than_the_prompt_is_refused(model: Any) -> None:
+def test_a_window_larger_than_the_budget_is_refused(model: Any) -> None:
     cache = PagedCache.for_model(model)
     chosen = policy(kvpress.SnapKVPress(window_size=200))
     record_queries(cache, chosen)
     with torch.no_grad():
         model(prompts()[0], past_key_values=cache)
-    with pytest.raises(UnsupportedMethod, match="window size 200"):
+    with pytest.raises(BudgetTooSmall, match="SnapKVPress always keeps 200 tokens, got a budget of 40"):
         compress(cache, chosen, 40)
     with pytest.raises(NeedsQueries):
         policy(kvpress.SnapKVPress(window_size=8)).keep(replace(cache.live_tokens(0), queries=None), 40)
