@@ -66,10 +66,11 @@ _NO_ENTRIES = Entries(_NONE, _NONE, _NONE)
 def demand(core: Core, slots: Int64, counts: Int64) -> Demand:
     """Computes what appending `counts` tokens takes. O(rows of diverged sequences + new pages), changes nothing."""
     is_diverged = core.tables.diverged[slots]
-    if not is_diverged.any():
+    num_diverged = np.count_nonzero(is_diverged)  # much cheaper than any() and all() on few entries
+    if num_diverged == 0:
         diverged, lens = _NONE, np.zeros((0, core.num_rows), np.int32)
         runs, lengths = _new_columns_in_step(core, slots, counts)
-    elif is_diverged.all():
+    elif num_diverged == len(slots):
         diverged = slots
         runs, lengths, lens = _new_columns(core, slots, counts)
     else:
@@ -94,21 +95,26 @@ def _new_columns_in_step(core: Core, slots: Int64, counts: Int64) -> tuple[Entri
     """Runs of sequences in lock-step: all rows of a sequence are alike."""
     tables, num_rows = core.tables, core.num_rows
     after = tables.seen[slots] + counts
-    growing = np.flatnonzero(tables.offset(after - 1) < counts)  # the last new token is near the start of its page
+    growing = (tables.offset(after - 1) < counts).nonzero()[0]  # the last new token is near the start of its page
     if len(growing) == 0:
         return _NO_ENTRIES, _NONE
     after, counts = after[growing], counts[growing]
     columns = tables.pages_for(after - counts)
     lengths = tables.pages_for(after) - columns
-    rows = np.tile(np.arange(num_rows), len(growing))
-    entries = Entries(np.repeat(slots[growing], num_rows), rows, np.repeat(columns, num_rows))
-    return entries, np.repeat(lengths, num_rows)
+    rows = np.broadcast_to(np.arange(num_rows), (len(growing), num_rows)).ravel()
+    return Entries(slots[growing].repeat(num_rows), rows, columns.repeat(num_rows)), lengths.repeat(num_rows)
 
 
 def _new_columns(core: Core, slots: Int64, counts: Int64) -> tuple[Entries, Int64, Int32]:
     """Runs of diverged sequences, and the lengths of all their rows after the append."""
     tables = core.tables
     lens: Int32 = tables.lens.take(slots, axis=0)
+    if tables.uniform and np.count_nonzero(counts == 1) == len(counts):  # a decode step: full rows grow by one page
+        full = (tables.offset(lens) == 0).ravel().nonzero()[0]
+        batch = full // core.num_rows
+        columns = tables.page(lens.ravel().take(full).astype(np.int64))
+        lens += np.int32(1)
+        return Entries(slots.take(batch), full - batch * core.num_rows, columns), np.ones(len(full), np.int64), lens
     added: Int32 = counts.astype(np.int32)[:, None]
     if (counts == counts[0]).all():
         added = added[:1]  # one number for all: numpy's loops are twice as fast without a column to broadcast
@@ -126,7 +132,7 @@ def _new_columns(core: Core, slots: Int64, counts: Int64) -> tuple[Entries, Int6
 def _frozen_tails(core: Core, slots: Int64, counts: Int64) -> Entries:
     """Entries that this append would write into although their page is frozen. O(rows of suspected sequences)."""
     suspected = core.frozen_tail[slots]
-    if not suspected.any():
+    if np.count_nonzero(suspected) == 0:
         return _NO_ENTRIES
     suspects = slots[suspected & (counts > 0)]
     tables = core.tables
@@ -185,7 +191,7 @@ def append(core: Core, slots: Int64, counts: Int64) -> Plan:
         core.reserved[slots] -= used
         core.total_reserved -= int(used.sum())
     plan = _take_pages(core, wanted) if wanted.needed else EMPTY_PLAN
-    grown = slots[counts > 0]
+    grown = slots if np.count_nonzero(counts) == len(counts) else slots[counts > 0]
     core.appended[grown] = True
     core.frozen_tail[grown] = False
     core.counters.live_tokens += _new_live_tokens(core, counts, wanted)
@@ -216,7 +222,7 @@ def _take_pages(core: Core, wanted: Demand) -> Plan:
 
 def _make_room(core: Core, slots: Int64, ends: Int64) -> None:
     """Widens the extents of `slots` to `ends` columns where they are narrower. O(k), plus the extents that move."""
-    tight = np.flatnonzero(ends > core.tables.width.take(slots))
+    tight = (ends > core.tables.width.take(slots)).nonzero()[0]
     if len(tight) == 0:
         return
     tight = tight[ends[tight].argsort()]

@@ -216,11 +216,12 @@ class BlockAllocator(TableQueries, PoolLifecycle):
             OutOfPages: shared or published pages would have to be replaced and no page is left; nothing changed.
             StaleHandle, InvalidArgument: nothing changed.
         """
-        slot = self._core.tables.slot_of(seq)
-        rows, flat, counts = check_keep(keep, self._core.tables.row_lens(slot), self.lanes)
-        if self._core.state_rows[rows].any():
+        core = self._core
+        slot = core.tables.slot_of(seq)
+        rows, flat, counts = check_keep(keep, core.tables.row_lens(slot), self.lanes, core.scratch)
+        if core.state_rows[rows].any():
             raise InvalidArgument("keep", sorted(set((rows // self.lanes).tolist())), "state layers hold no tokens")
-        return cropping.crop(self._core, slot, rows, flat, counts)
+        return cropping.crop(core, slot, rows, flat, counts)
 
     def truncate(self, seqs: Seqs, counts: Counts) -> Plan:
         """Forgets the newest `counts` tokens (by position) of each sequence in every row. Moves no byte.

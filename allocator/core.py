@@ -12,8 +12,10 @@ import numpy as np
 
 from allocator.deltas import DeltaLog
 from allocator.errors import OutOfPages
+from allocator.hashing import HashState
 from allocator.pool import PagePool
 from allocator.prefix import PrefixIndex
+from allocator.scratch import Scratch
 from allocator.table import PageTables
 from allocator.types import Bool, Int32, Int64, PinId
 
@@ -45,8 +47,10 @@ class Core:
     Attributes:
         prefix: published blocks, or None without prefix caching.
         deltas: log of table changes, or None.
+        scratch: memory for temporary arrays.
         pins: pages that each pin references.
         chains: per slot, the hash of the scope followed by those of the blocks matched or published so far.
+        hash_states: per slot, the hash state at the end of its chain, or None.
         frozen_tail: bool [slots], whether a page that the next append would write into may be frozen. False is a
             promise, True only a hint: append looks at the pages.
         reserved: int64 [slots], pages set aside for a sequence.
@@ -66,7 +70,9 @@ class Core:
     ) -> None:
         self.pool, self.tables, self.prefix, self.watermark = pool, tables, prefix, watermark
         self.chains: list[bytearray] = []
+        self.hash_states: list[HashState | None] = []
         self.counters = Counters()
+        self.scratch = Scratch()
         self.page_size, self.num_rows = tables.page_size, tables.num_rows
         self.frozen_tail = np.zeros(0, np.bool_)
         self.appended = np.zeros(0, np.bool_)
@@ -117,8 +123,9 @@ class Core:
                 array = getattr(self, name)
                 setattr(self, name, np.append(array, np.zeros(missing, array.dtype)))
             self.chains.extend(bytearray() for _ in range(missing))
+            self.hash_states.extend([None] * missing)
         self.frozen_tail[slot] = self.appended[slot] = self.cross_written[slot] = False
-        self.chains[slot] = bytearray()
+        self.chains[slot], self.hash_states[slot] = bytearray(), None
         return slot
 
     def log_rewrite(self, slot: int) -> None:
@@ -140,6 +147,8 @@ class Core:
         self.appended[copy] = self.appended[slot]
         self.cross_written[copy] = self.cross_written[slot]
         self.chains[copy] = self.chains[slot].copy()
+        state = self.hash_states[slot]
+        self.hash_states[copy] = state.copy() if state is not None else None
         self.log_rewrite(copy)
         self.frozen_tail[slot] = self.frozen_tail[copy] = True
         lens = tables.row_lens(slot)

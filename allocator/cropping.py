@@ -14,49 +14,85 @@ Frozen pages are only ever read. Fresh pages are taken before anything changes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from allocator.arena import ragged
 from allocator.core import Core
 from allocator.plan import EMPTY_PLAN, MoveSlots, Plan
 from allocator.types import Bool, Int32, Int64
+from allocator.validate import INT32_MAX
 
 __all__ = ["crop"]
 
 
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the survivors of all cropped rows fill their target pages.
+
+    Attributes:
+        places: int64 [rows], where each row begins in the arena.
+        num_old, num_targets: int64 [rows], pages before and after.
+        old: int64 [rows], index of the first old page of each row among those of all rows.
+        first: int64 [targets], index of the first survivor of each target among those of all rows.
+        held: int64 [targets], its survivors.
+        own: int64 [targets], index of the old page at its column.
+        head: int64 [targets], live index of its first survivor.
+        reused: int64 [targets], index of the old page that its first survivor comes from.
+        intact: bool [targets], whether its survivors are exactly one old page, in order.
+    """
+
+    places: Int64
+    num_old: Int64
+    num_targets: Int64
+    old: Int64
+    first: Int64
+    held: Int64
+    own: Int64
+    reused: Int64
+    intact: Bool
+
+
+def _layout(core: Core, slot: int, rows: Int64, keep: Int64, lens: Int64, counts: Int64) -> _Layout:
+    tables, size = core.tables, core.page_size
+    num_old, num_targets = tables.pages_for(lens), tables.pages_for(counts)
+    old, target_ends = num_old.cumsum() - num_old, num_targets.cumsum()
+    targets = target_ends - num_targets
+    every = np.arange(len(keep) and int(target_ends[-1]))
+    first = every * size
+    first += (counts.cumsum() - counts - targets * size).repeat(num_targets)
+    held = np.full(len(every), size)
+    filled = num_targets.nonzero()[0]
+    held[target_ends[filled] - 1] = counts[filled] - (num_targets[filled] - 1) * size
+    head = keep.take(first)
+    intact = keep.take(first + (held - 1)) - head == held - 1
+    intact &= tables.offset(head) == 0
+    reused = tables.page(head)
+    reused += old.repeat(num_targets)
+    every += (old - targets).repeat(num_targets)
+    places = tables.base[slot] + rows * tables.width[slot]
+    return _Layout(places, num_old, num_targets, old, first, held, every, reused, intact)
+
+
 def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan:
     """Keeps the live indices `keep` (`counts` of them for each of `rows`, concatenated). O(kept tokens + pages)."""
-    tables, size = core.tables, core.page_size
+    tables = core.tables
     lens = tables.row_lens(slot)[rows]
-    if (counts == lens).all():
+    if np.count_nonzero(counts == lens) == len(lens):
         return EMPTY_PLAN
-    num_old, num_targets = tables.pages_for(lens), tables.pages_for(counts)
-    places = tables.base[slot] + rows * tables.width[slot]
-    old_pages: Int32 = tables.arena.data[ragged(places, num_old)]
-    old_start = num_old.cumsum() - num_old
-
-    column = ragged(np.zeros_like(num_targets), num_targets)
-    first = np.repeat(counts.cumsum() - counts, num_targets) + column * size
-    held = np.minimum(size, np.repeat(counts, num_targets) - column * size)
-    head = keep[first]
-    intact = (tables.offset(head) == 0) & (keep[first + held - 1] - head == held - 1)
+    layout = _layout(core, slot, rows, keep, lens, counts)
+    places, num_targets = layout.places, layout.num_targets
+    old_places = ragged(places, layout.num_old)
+    old_pages: Int32 = tables.arena.data.take(old_places)
     used = np.zeros(len(old_pages), np.bool_)
-    row_start = np.repeat(old_start, num_targets)
-    targets, allocated = _target_pages(core, old_pages, row_start + column, row_start + head // size, intact, used)
-
-    changed = np.flatnonzero(~intact)
-    if 2 * len(changed) < len(targets):
-        chosen = ragged(first[changed], held[changed])
-        sources = keep[chosen] + np.repeat(row_start[changed] * size, held[changed])
-        moves = _moves(core, old_pages, sources, ragged(targets[changed].astype(np.int64) * size, held[changed]))
-    else:  # most pages change: whole rows at once are cheaper, and what is in place is sorted out in the end
-        sources = np.repeat(old_start * size, counts)
-        sources += keep
-        moves = _moves(core, old_pages, sources, ragged(targets.astype(np.int64) * size, held))
-    positions = _positions(core, slot, rows, keep, counts)
+    targets, allocated = _target_pages(core, old_pages, layout, used)
+    kept = keep.astype(np.int32)
+    moves = _moves(core, old_pages, targets, layout, kept, counts)
+    positions = _positions(core, slot, rows, kept, counts)
     tables.diverge(slot)
-    tables.arena.data[ragged(places + num_targets, num_old - num_targets)] = 0
-    tables.arena.data[ragged(places, num_targets)] = targets
+    tables.arena.data[old_places] = 0
+    tables.arena.data[old_places.take(layout.own)] = targets
     tables.lens[slot, rows] = counts
     tables.set_kept(slot, rows, counts, positions)
     core.frozen_tail[slot] = True
@@ -67,11 +103,11 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
     return Plan(moves=moves, allocated=allocated, freed=core.release(old_pages[~used]))
 
 
-def _target_pages(
-    core: Core, old_pages: Int32, own: Int64, reused: Int64, intact: Bool, used: Bool
-) -> tuple[Int32, int]:
+def _target_pages(core: Core, old_pages: Int32, layout: _Layout, used: Bool) -> tuple[Int32, int]:
     """The page of every target, by the rules of the module; marks old pages that stay in `used`."""
-    if intact.all():
+    own, reused, intact = layout.own, layout.reused, layout.intact
+    num_intact = np.count_nonzero(intact)
+    if num_intact == len(intact):
         used[reused] = True
         return old_pages[reused], 0
     targets = np.empty(len(own), np.int32)
@@ -93,30 +129,50 @@ def _target_pages(
     return targets, missing
 
 
-def _moves(core: Core, pages: Int32, tokens: Int64, dst: Int64) -> MoveSlots:
-    """Moves of tokens to the slots `dst`, but for those that are there already. O(tokens).
+def _moves(
+    core: Core, old_pages: Int32, targets: Int32, layout: _Layout, keep: Int32, counts: Int64
+) -> MoveSlots:
+    """Moves of the survivors of every target that is not intact, but for those that are in place. O(survivors).
 
-    Tokens are numbered through all rows: page q of `pages` holds tokens ``q * page_size`` onwards. So a token's slot is
-    its number plus a shift that depends on its page alone.
+    Tokens are numbered through all rows: old page q holds tokens ``q * page_size`` onwards. So a token's slot is its
+    number plus a shift that depends on its page alone.
     """
-    shift = (pages - np.arange(len(pages))) * core.page_size
-    src = shift.take(core.tables.page(tokens), mode="wrap")  # in range anyway; this mode is the fastest
+    changed = (~layout.intact).nonzero()[0]
+    if len(changed) == 0:
+        return EMPTY_PLAN.moves
+    size, scratch = core.page_size, core.scratch
+    first, held, row_start = layout.first, layout.held, layout.old * size
+    slot_type = np.int32 if core.pool.num_pages * size <= INT32_MAX else np.int64
+    if 2 * len(changed) < len(targets):
+        row_start = row_start.repeat(layout.num_targets)[changed]
+        first, held, targets = first[changed], held[changed], targets[changed]
+        keep, counts = keep[ragged(first, held)], held
+        first = held.cumsum() - held
+    # else most pages change: whole rows at once are cheaper, and what is in place is sorted out in the end
+    tokens = row_start.astype(slot_type).repeat(counts)
+    tokens += keep
+    pages = core.tables.page(tokens, out=scratch.int64("pages", len(tokens)))
+    shift = (old_pages.astype(slot_type) - scratch.count(len(old_pages))) * slot_type(size)
+    src = shift.take(pages, mode="wrap")  # in range anyway; this mode is the fastest
     src += tokens
-    moving = src != dst
+    dst = (targets.astype(slot_type) * slot_type(size) - first.astype(slot_type)).repeat(held)
+    dst += scratch.count(len(dst))
+    moving = np.not_equal(src, dst, out=scratch.bool(len(src)))
     return MoveSlots(src[moving], dst[moving])
 
 
-def _positions(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Int32:
+def _positions(core: Core, slot: int, rows: Int64, keep: Int32, counts: Int64) -> Int32:
     """Original positions of the survivors. O(survivors)."""
     tables = core.tables
     stored = tables.kept_len[slot, rows].astype(np.int64)
     # Live index i of the run has position i + (seen - live).
     shift = np.where(tables.grows[rows], int(tables.seen[slot]) - tables.row_lens(slot)[rows], 0)
-    positions: Int32 = (keep + np.repeat(shift, counts) if shift.any() else keep).astype(np.int32)
+    positions = keep + np.repeat(shift.astype(np.int32), counts) if shift.any() else keep
     kept = tables.kept[slot]
     if kept is None or not stored.any():
         return positions
     in_stored = keep < np.repeat(stored, counts)
+    positions = positions.copy() if positions is keep else positions
     offset = np.repeat(tables.kept_off[slot, rows].astype(np.int64), counts)
     positions[in_stored] = kept[(offset + keep)[in_stored]]
     return positions

@@ -35,19 +35,19 @@ class MoveSlots:
     """Moves of single tokens.
 
     Attributes:
-        src: int64 [m], slots to read.
-        dst: int64 [m], slots to write; distinct.
+        src: int32 [m] (int64 where a pool has more slots than that counts), slots to read.
+        dst: [m] alike, slots to write; distinct.
     """
 
-    src: npt.NDArray[np.int64]
-    dst: npt.NDArray[np.int64]
+    src: npt.NDArray[np.signedinteger]
+    dst: npt.NDArray[np.signedinteger]
 
     def __len__(self) -> int:
         return len(self.src)
 
 
 _NO_COPIES = CopyPages(np.empty(0, np.int32), np.empty(0, np.int32))
-_NO_MOVES = MoveSlots(np.empty(0, np.int64), np.empty(0, np.int64))
+_NO_MOVES = MoveSlots(np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from allocator.errors import DoubleFree
-from allocator.placement import FreePages, make_free_pages
+from allocator.placement import FreePages, FreeStack, make_free_pages
 from allocator.types import Bool, Int32, Int64, Placement
 
 __all__ = ["PagePool"]
@@ -44,6 +44,8 @@ class PagePool:
         self.num_published = 0
         self.num_cached = 0
         self._free: FreePages = make_free_pages(placement, num_pages)
+        self._stack = self._free if isinstance(self._free, FreeStack) else None
+        self._marks: Int32 = np.empty(0, np.int32)
         self._refs_scalar = self.refs.data
 
     @property
@@ -75,7 +77,12 @@ class PagePool:
 
     def take_one(self) -> int:
         """Scalar path of `take(1)`. O(1)."""
-        page = self._free.take_one()
+        stack = self._stack
+        if stack is None:
+            page = int(self._free.take(1, None, None)[0])
+        else:  # written out: a call would cost as much as all the rest
+            stack.top = top = stack.top - 1
+            page = stack.scalar[top]
         self._refs_scalar[page] = 1
         return page
 
@@ -89,8 +96,14 @@ class PagePool:
         if refs < 0:
             raise DoubleFree(page, 0)
         self._refs_scalar[page] = refs
-        if refs == 0:
-            self._free.put_one(page)
+        if refs:
+            return
+        stack = self._stack
+        if stack is None:
+            self._free.put(np.array([page], np.int32))
+        else:
+            stack.scalar[stack.top] = page
+            stack.top += 1
 
     def retain(self, pages: Int32, times: int = 1) -> None:
         """Adds `times` references to each of `pages`, which are distinct. Cached pages become active. O(n)."""
@@ -110,12 +123,13 @@ class PagePool:
         if len(pages) <= _FEW:
             return self._release_few(pages)
         refs, at = self.refs, pages.astype(np.intp)
-        before = refs[at]
-        if int(before.min()) < 1:
+        before = refs.take(at, mode="wrap")  # in range anyway; this mode is the fastest
+        owned = bool((before == 1).all())
+        if not owned and int(before.min()) < 1:
             raise DoubleFree(int(pages[before.argmin()]), 0)
         if self._has_repeats(at, before):
             return self._release_repeated(pages)
-        if int(before.max()) == 1:
+        if owned:
             refs[at] = 0
             return self._settle(pages)
         refs[at] = before - 1
@@ -123,14 +137,18 @@ class PagePool:
 
     def _release_few(self, pages: Int32) -> tuple[int, Int32]:
         """`release` with scalars, which are faster for a handful of pages."""
-        refs, ids = self._refs_scalar, pages.tolist()
+        refs, ids, dead = self._refs_scalar, pages.tolist(), []
         for at, page in enumerate(ids):
-            if refs[page] < 1:
+            left = refs[page] - 1
+            if left < 0:
                 for undone in ids[:at]:
                     refs[undone] += 1
                 raise DoubleFree(page, refs[page])
-            refs[page] -= 1
-        dead = [page for page in dict.fromkeys(ids) if refs[page] == 0]
+            refs[page] = left
+            if left == 0:
+                dead.append(page)
+        if len(dead) == len(ids):
+            return self._settle(pages)
         return self._settle(np.array(dead, np.int32)) if dead else (0, _NO_PAGES)
 
     def _has_repeats(self, at: Int64, before: Int32) -> bool:
@@ -138,9 +156,11 @@ class PagePool:
 
         Leaves the counts scrambled if not (the caller writes them next), as they were if so.
         """
-        marks = np.arange(-len(at), 0, dtype=np.int32)
+        if len(self._marks) < len(at):
+            self._marks = np.arange(2 * len(at), dtype=np.int32)
+        marks = self._marks[: len(at)]
         self.refs[at] = marks
-        repeated = bool((self.refs[at] != marks).any())
+        repeated = bool((self.refs.take(at, mode="wrap") != marks).any())
         if repeated:
             self.refs[at] = before  # equal values for equal pages: the order of writes does not matter
         return repeated
@@ -182,9 +202,9 @@ class PagePool:
     def frozen(self, pages: Int32) -> Bool:
         """Whether each page must not be written: shared, pinned or published. The one predicate for it. O(n)."""
         at = pages.astype(np.intp)
-        frozen: Bool = self.refs[at] > 1
+        frozen: Bool = self.refs.take(at, mode="wrap") > 1
         if self.num_published:
-            frozen |= self.block_of[at] != 0
+            frozen |= self.block_of.take(at, mode="wrap") != 0
         return frozen
 
     def free_pages(self) -> Int32:

@@ -1,6 +1,7 @@
 """Open with a prefix, peek, and commit: how sequences come to read the same pages.
 
-A sequence's *chain* is the hash of its scope followed by the hashes of its blocks that were matched or published. Only
+A sequence's *chain* is the hash of its scope followed by the hashes of its blocks that were matched or published; its
+hash state, where it has one, stands at the chain's end (otherwise `commit` makes one from the tokens). Only
 whole blocks of sequences in lock-step are published, and a match never covers the last token, so that the model always
 has something to compute.
 """
@@ -10,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from allocator.core import Core
-from allocator.errors import OutOfPages
-from allocator.hashing import DIGEST_BYTES, BlockHash, block_hashes, scope_hash
+from allocator.errors import InvalidArgument, OutOfPages
+from allocator.hashing import DIGEST_BYTES, BlockHash, HashState, block_hashes, scope_hash, state_after
 from allocator.plan import EMPTY_PLAN, CopyPages, Plan
 from allocator.prefix import NewBlock, PrefixIndex
 from allocator.types import Int32, Opened
@@ -22,7 +23,7 @@ __all__ = ["acquire_prefix", "commit", "forget_blocks_from", "open_prefix", "pee
 def _match(index: PrefixIndex, tokens: Int32, scope: BlockHash, most: int, page_size: int) -> tuple[list[int], bytes]:
     """Published blocks of the first `most` tokens, and the chain through them."""
     whole = most // page_size * page_size
-    blocks, found = index.match(block_hashes(scope, tokens[:whole], page_size))
+    blocks, found = index.match(block_hashes(state_after(scope, tokens[:0]), tokens[:whole], page_size))
     return blocks, b"".join([scope, *found])
 
 
@@ -116,7 +117,9 @@ def commit(core: Core, slot: int, tokens: Int32, level: int) -> int:
     if full <= done:
         return 0
     fresh = tokens[done * size : full * size]
-    hashes = list(block_hashes(BlockHash(bytes(chain[-DIGEST_BYTES:])), fresh, size))
+    state = core.hash_states[slot] or _state_at(chain, tokens[: done * size])
+    hashes = list(block_hashes(state, fresh, size))
+    core.hash_states[slot] = state
     columns = tables.view(slot)[:, done:full].T
     unpublished = ~(core.pool.block_of[columns] != 0).any(axis=1)
     new: list[NewBlock] = []
@@ -135,6 +138,14 @@ def commit(core: Core, slot: int, tokens: Int32, level: int) -> int:
     return len(new)
 
 
+def _state_at(chain: bytearray, tokens: Int32) -> HashState:
+    """The hash state at the end of a chain whose blocks hold `tokens`. O(tokens)."""
+    state = state_after(chain[:DIGEST_BYTES], tokens)
+    if len(tokens) and state.digest() != chain[-DIGEST_BYTES:]:
+        raise InvalidArgument("tokens", tokens.tolist(), "are not those that the sequence was opened or committed with")
+    return state
+
+
 def _deduplicate(core: Core, slot: int, column: int, block: int) -> None:
     """Lets a sequence read an equal published block instead of its own copy of it. O(num_rows)."""
     assert core.prefix is not None
@@ -149,4 +160,7 @@ def _deduplicate(core: Core, slot: int, column: int, block: int) -> None:
 
 def forget_blocks_from(core: Core, slot: int, seen: int) -> None:
     """Cuts the chain of a rolled-back sequence to the blocks that are still full. O(1)."""
-    del core.chains[slot][(seen // core.page_size + 1) * DIGEST_BYTES :]
+    chain, kept = core.chains[slot], (seen // core.page_size + 1) * DIGEST_BYTES
+    if kept < len(chain):
+        del chain[kept:]
+        core.hash_states[slot] = None

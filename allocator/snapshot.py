@@ -27,7 +27,7 @@ from allocator.types import PinId
 
 __all__ = ["VERSION", "dump", "load"]
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"pagedkv\n"
 _POOL = ("refs", "block_of")
 _TABLES = ("generation", "handles", "seen", "diverged", "lens", "kept_len", "kept_off", "base", "width")
@@ -127,6 +127,7 @@ def _fill_tables(core: Core, arrays: dict[str, npt.NDArray[Any]], values: dict[s
     tables.free_slots = values["free_slots"]
     tables.arena.load(arrays["arena"], dict(values["free_extents"]))
     core.chains = [bytearray.fromhex(chain) for chain in values["chains"]]
+    core.hash_states = [None] * len(core.chains)
     core.pins = {PinId(int(name[4:])): pages for name, pages in arrays.items() if name.startswith("pin.")}
     core.next_pin, core.total_reserved = values["next_pin"], values["total_reserved"]
     core.counters = Counters(**values["counters"])

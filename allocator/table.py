@@ -134,7 +134,7 @@ class PageTables:
             raise InvalidArgument("seqs", seqs, "must be one-dimensional")
         slots = ids & _INDEX_MASK
         stale = self.handles.take(slots, mode="clip") != ids
-        if stale.any():
+        if np.count_nonzero(stale):
             raise StaleHandle(int(ids[stale.argmax()]))
         if len(ids) > 1 and int(np.bincount(slots).max()) > 1:
             raise InvalidArgument("seqs", seqs, "a sequence occurs twice")
@@ -151,10 +151,11 @@ class PageTables:
         """Pages that hold `lens` tokens."""
         return self.page(lens + (self.page_size - 1))
 
-    def page(self, index: Int64) -> Int64:
+    def page(self, index: npt.NDArray[AnyInt], out: Int64 | None = None) -> npt.NDArray[AnyInt]:
         """Column of the page that holds a live index."""
-        size = self.page_size
-        return index >> (size.bit_length() - 1) if size & (size - 1) == 0 else index // size
+        if self.page_size & (self.page_size - 1):
+            return np.floor_divide(index, index.dtype.type(self.page_size), out=out)
+        return np.right_shift(index, index.dtype.type(self.page_size.bit_length() - 1), out=out)
 
     def offset(self, index: npt.NDArray[AnyInt]) -> npt.NDArray[AnyInt]:
         """Place of a live index in its page."""

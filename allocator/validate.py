@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from allocator.errors import InvalidArgument
+from allocator.scratch import Scratch
 from allocator.types import Counts, Int32, Int64, Keep, LayerKind, Tokens
 
 __all__ = [
@@ -45,7 +46,8 @@ def check_index(name: str, value: object, size: int) -> int:
 def check_counts(counts: Counts, num_seqs: int, limits: Int64 | None = None, reason: str = "") -> Int64:
     """One non-negative count a sequence, int64 [num_seqs]; none above its limit."""
     if isinstance(counts, int):
-        checked = np.full(num_seqs, check_size("counts", counts, least=0))
+        checked = np.empty(num_seqs, np.int64)
+        checked.fill(check_size("counts", counts, least=0))
     else:
         given = np.asarray(counts)
         if given.size and given.dtype.kind not in "iu":
@@ -56,7 +58,7 @@ def check_counts(counts: Counts, num_seqs: int, limits: Int64 | None = None, rea
         checked[:] = given
         if num_seqs and int(checked.min()) < 0:
             raise InvalidArgument("counts", int(checked.min()), "must not be negative")
-    if limits is not None and (checked > limits).any():
+    if limits is not None and np.count_nonzero(checked > limits):
         worst = int((checked - limits).argmax())
         raise InvalidArgument("counts", int(checked[worst]), f"{reason} ({int(limits[worst])})")
     return checked
@@ -101,57 +103,66 @@ def check_kinds(kinds: Sequence[LayerKind] | None, num_layers: int, lanes: int) 
     return [kind for kind in kinds for _ in range(lanes)]
 
 
-def check_keep(keep: Keep, lens: Int64, lanes: int) -> tuple[Int64, Int64, Int64]:
+def check_keep(keep: Keep, lens: Int64, lanes: int, scratch: Scratch) -> tuple[Int64, Int64, Int64]:
     """A keep-list a row.
 
     Args:
         keep: live indices by layer, or by layer and lane.
         lens: int64 [rows], live tokens of each row.
         lanes: lanes a layer.
+        scratch: lends the memory of the indices: they are valid until its array "keep" is asked for again.
 
     Returns:
         The rows in order (int64 [k]), all indices concatenated (int64), and how many belong to each row (int64 [k]).
     """
     lists: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.integer]]] = {}
+    num_layers = len(lens) // lanes
     for key, indices in keep.items():
         given = np.asarray(indices)
         if given.dtype.kind not in "iu" or given.ndim != 1:
             if given.size:
                 raise InvalidArgument(f"keep[{key!r}]", given.dtype, "must be a one-dimensional list of integers")
             given = np.empty(0, np.int64)
-        for row in _rows_of(key, len(lens) // lanes, lanes):
+        for row in _rows_of(key, num_layers, lanes):
             if row in lists:
                 raise InvalidArgument("keep", key, "names a lane twice")
             lists[row] = given
-    rows = np.array(sorted(lists), np.int64)
-    ordered = [lists[row] for row in rows.tolist()]
-    counts = np.array([len(indices) for indices in ordered], np.int64)
-    flat = np.concatenate([np.empty(0, np.int64), *ordered], dtype=np.int64, casting="unsafe")
-    _check_rising(rows, flat, counts, lens, lanes)
+    ordered = sorted(lists)
+    counts = np.array([len(lists[row]) for row in ordered], np.int64)
+    flat = scratch.int64("keep", int(counts.sum()))
+    if len(flat):
+        np.concatenate([lists[row] for row in ordered], out=flat, casting="unsafe")
+    rows = np.array(ordered, np.int64)
+    _check_rising(rows, flat, counts, lens[rows], lanes, scratch)
     return rows, flat, counts
 
 
-def _check_rising(rows: Int64, flat: Int64, counts: Int64, lens: Int64, lanes: int) -> None:
+def _check_rising(rows: Int64, flat: Int64, counts: Int64, lens: Int64, lanes: int, scratch: Scratch) -> None:
     """Every row's indices strictly increase, from 0 at least to its last live token at most."""
+    filled = counts.nonzero()[0]
+    if len(filled) < len(rows):
+        rows, counts, lens = rows[filled], counts[filled], lens[filled]
+    if len(rows) == 0:
+        return
     ends = counts.cumsum()
-    rising = flat[1:] > flat[:-1]
-    borders = ends[:-1][(ends[:-1] > 0) & (ends[:-1] < len(flat))]
-    rising[borders - 1] = True
-    if not rising.all():
+    rising = np.greater(flat[1:], flat[:-1], out=scratch.bool(len(flat) - 1))
+    rising[ends[:-1] - 1] = True
+    if np.count_nonzero(rising) < len(rising):
         at = int(rising.argmin()) + 1
         row = int(rows[np.searchsorted(ends, at, side="right")])
         raise InvalidArgument(f"keep[{divmod(row, lanes)}]", int(flat[at]), "indices must be strictly increasing")
-    filled = np.flatnonzero(counts)
-    for index in (flat[(ends - counts)[filled]], flat[ends[filled] - 1]):
-        outside = np.flatnonzero((index < 0) | (index >= lens[rows[filled]]))
-        if len(outside):
-            row = int(rows[filled[outside[0]]])
+    for index in (flat[ends - counts], flat[ends - 1]):
+        outside = (index < 0) | (index >= lens)
+        if np.count_nonzero(outside):
+            at = int(outside.argmax())
             raise InvalidArgument(
-                f"keep[{divmod(row, lanes)}]", int(index[outside[0]]), f"live indices are 0 to {lens[row] - 1}"
+                f"keep[{divmod(int(rows[at]), lanes)}]", int(index[at]), f"live indices are 0 to {lens[at] - 1}"
             )
 
 
 def _rows_of(key: object, num_layers: int, lanes: int) -> range:
+    if type(key) is int and 0 <= key < num_layers:  # the usual case, without the calls
+        return range(key * lanes, key * lanes + lanes)
     if isinstance(key, tuple) and len(key) == 2:
         row = check_index("layer", key[0], num_layers) * lanes + check_index("lane", key[1], lanes)
         return range(row, row + 1)

@@ -113,10 +113,9 @@ class Sequence:
 
 def chain(scope: bytes, tokens: list[int], page_size: int) -> list[bytes]:
     """Hashes of the whole blocks of `tokens`, the scope's first."""
-    hashes = [sha256(b"paged-kv block chain 1\0%d\0" % page_size + scope).digest()]
-    for start in range(0, len(tokens) // page_size * page_size, page_size):
-        raw = np.array(tokens[start : start + page_size], np.int32).tobytes()
-        hashes.append(sha256(hashes[-1] + raw).digest())
+    root = sha256(b"paged-kv blocks 2\0%d\0" % page_size + scope).digest()
+    ends = range(page_size, len(tokens) + 1, page_size)
+    hashes = [root, *(sha256(root + np.array(tokens[:end], np.int32).tobytes()).digest() for end in ends)]
     return hashes
 
 

@@ -5,7 +5,8 @@ import hashlib
 import numpy as np
 import pytest
 
-from allocator import BlockAllocator, BlockRemoved, BlocksCleared, BlockStored, OutOfPages
+from allocator import BlockAllocator, BlockRemoved, BlocksCleared, BlockStored, InvalidArgument, OutOfPages, SeqId
+from tests.allocator.model import chain
 
 
 def build(num_pages: int = 60, **kwargs: bool) -> BlockAllocator:
@@ -38,6 +39,40 @@ def test_a_match_is_whole_blocks_and_never_the_last_token(prompt: list[int], cac
     assert allocator.stats().prefix_hits == cached
 
 
+def test_hashes_do_not_depend_on_how_tokens_were_committed_forked_or_rolled_back() -> None:
+    allocator = build()
+    tokens = list(range(40, 58))
+    seq = allocator.open(tokens).seq
+
+    def go_on(seq: SeqId, end: int) -> bytes:
+        allocator.append([seq], end - allocator.seen_len(seq))
+        allocator.commit(seq, tokens[:end])
+        return bytes(allocator._core.chains[allocator._core.tables.slot_of(seq)])
+
+    for end in (5, 8, 9, 13):
+        assert go_on(seq, end) == b"".join(chain(b"", tokens[:end], 4))
+    (child,) = allocator.fork(seq)
+    allocator.truncate([seq], 6)
+    assert go_on(seq, 18) == go_on(child, 18) == b"".join(chain(b"", tokens, 4))
+    restored = build()
+    restored.restore(allocator.snapshot())
+    restored.append([child], 2)
+    assert restored.commit(child, [*tokens, 58, 59]) == 1
+    assert restored.peek([*tokens, 58, 59, 60]) == 20
+
+
+def test_tokens_that_differ_from_those_matched_before_are_refused() -> None:
+    allocator = build()
+    publish(allocator, TEN)
+    seq = allocator.open(TEN).seq
+    allocator.append([seq], 4)
+    before = allocator.snapshot()
+    with pytest.raises(InvalidArgument, match="not those that the sequence was opened or committed with"):
+        allocator.commit(seq, [9, *TEN[1:], 1, 2])
+    assert allocator.snapshot() == before
+    assert allocator.commit(seq, [*TEN, 1, 2]) == 1
+
+
 @pytest.mark.parametrize("limit", [0, 3, 4, 7, 8, 100])
 def test_a_limit_bounds_the_match(limit: int) -> None:
     allocator = build()
@@ -55,12 +90,12 @@ def test_another_scope_never_hits() -> None:
     assert publish(allocator, TEN, b"tenant b") == 2
 
 
-def test_hashes_are_sha256_over_raw_token_bytes_in_a_chain() -> None:
+def test_hashes_are_sha256_over_the_scope_and_the_raw_bytes_of_all_tokens_so_far() -> None:
     allocator = build(record_events=True)
     publish(allocator, TEN, b"salt")
-    root = hashlib.sha256(b"paged-kv block chain 1\0" + b"4\0" + b"salt").digest()
+    root = hashlib.sha256(b"paged-kv blocks 2\0" + b"4\0" + b"salt").digest()
     first = hashlib.sha256(root + np.arange(4, dtype="<i4").tobytes()).digest()
-    second = hashlib.sha256(first + np.arange(4, 8, dtype="<i4").tobytes()).digest()
+    second = hashlib.sha256(root + np.arange(8, dtype="<i4").tobytes()).digest()
     assert allocator.drain_events() == [BlockStored(first, root), BlockStored(second, first)]  # type: ignore[arg-type]
     allocator.append([allocator.open().seq], 4 * 28)
     assert allocator.drain_events() == [BlockRemoved(second)]  # type: ignore[arg-type]
