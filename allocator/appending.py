@@ -212,7 +212,7 @@ def _take_pages(core: Core, wanted: Demand) -> Plan:
     if wanted.fresh:
         _make_room(core, runs.slots, runs.columns + lengths)
         pages = core.take(wanted.fresh, after=_last_pages(core, runs), lengths=lengths)
-        _scatter(tables.arena.data, runs.places(tables), lengths, pages)
+        _write_runs(tables, runs, lengths, pages)
         if core.deltas is not None:
             core.deltas.grow(runs.slots, runs.rows, runs.columns, lengths, pages)
         core.counters.table_entries += wanted.fresh
@@ -267,14 +267,22 @@ def write_cross(core: Core, slot: int, rows: Int64, count: int) -> Plan:
     return plan
 
 
-def _scatter(data: Int32, starts: Int64, lengths: Int64, pages: Int32) -> None:
-    """Writes consecutive parts of `pages` to the ranges of `data`. O(pages)."""
-    if len(pages) == len(starts):
-        data[starts] = pages
-    elif len(pages) < _LONG_RUN * len(starts):
-        data[ragged(starts, lengths)] = pages
-    else:
-        done = 0
-        for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            data[start : start + length] = pages[done : done + length]
+def _write_runs(tables: PageTables, runs: Entries, lengths: Int64, pages: Int32) -> None:
+    """Writes consecutive parts of `pages` to the runs. O(pages)."""
+    if len(pages) == len(lengths):
+        tables.arena.data[runs.places(tables)] = pages
+        return
+    if len(pages) < _LONG_RUN * len(lengths):
+        tables.arena.data[ragged(runs.places(tables), lengths)] = pages
+        return
+    done = 0
+    entries = np.stack([runs.slots, runs.rows, runs.columns, lengths], axis=1)
+    for slot, row, start, length in entries.tolist():
+        columns = slice(start, start + length)
+        if tables.diverged[slot]:
+            tables.view(slot)[row, columns] = pages[done : done + length]
             done += length
+        elif row == 0:  # in lock-step all rows grow alike
+            total = length * tables.num_rows
+            tables.view(slot)[:, columns] = pages[done : done + total].reshape(-1, length)
+            done += total

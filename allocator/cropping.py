@@ -32,7 +32,6 @@ class _Layout:
     """How the survivors of all cropped rows fill their target pages.
 
     Attributes:
-        places: int64 [rows], where each row begins in the arena.
         num_old, num_targets: int64 [rows], pages before and after.
         old: int64 [rows], index of the first old page of each row among those of all rows.
         first: int64 [targets], index of the first survivor of each target among those of all rows.
@@ -43,7 +42,6 @@ class _Layout:
         intact: bool [targets], whether its survivors are exactly one old page, in order.
     """
 
-    places: Int64
     num_old: Int64
     num_targets: Int64
     old: Int64
@@ -54,25 +52,31 @@ class _Layout:
     intact: Bool
 
 
-def _layout(core: Core, slot: int, rows: Int64, keep: Int64, lens: Int64, counts: Int64) -> _Layout:
+def _layout(core: Core, keep: Int64, lens: Int64, counts: Int64) -> _Layout:
+    """Places the survivors. O(pages)."""
     tables, size = core.tables, core.page_size
     num_old, num_targets = tables.pages_for(lens), tables.pages_for(counts)
     old, target_ends = num_old.cumsum() - num_old, num_targets.cumsum()
     targets = target_ends - num_targets
-    every = np.arange(len(keep) and int(target_ends[-1]))
-    first = every * size
+    own = np.arange(len(keep) and int(target_ends[-1]))
+    first = own * size
     first += (counts.cumsum() - counts - targets * size).repeat(num_targets)
-    held = np.full(len(every), size)
+    held = np.empty(len(own), np.int64)
+    held.fill(size)
     filled = num_targets.nonzero()[0]
     held[target_ends[filled] - 1] = counts[filled] - (num_targets[filled] - 1) * size
-    head = keep.take(first)
-    intact = keep.take(first + (held - 1)) - head == held - 1
+    head = keep.take(first, mode="wrap")  # in range anyway; this mode is the fastest
+    last = first + held
+    last -= 1
+    span = keep.take(last, mode="wrap")
+    span -= head
+    span += 1
+    intact = span == held
     intact &= tables.offset(head) == 0
     reused = tables.page(head)
     reused += old.repeat(num_targets)
-    every += (old - targets).repeat(num_targets)
-    places = tables.base[slot] + rows * tables.width[slot]
-    return _Layout(places, num_old, num_targets, old, first, held, every, reused, intact)
+    own += (old - targets).repeat(num_targets)
+    return _Layout(num_old, num_targets, old, first, held, own, reused, intact)
 
 
 def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan:
@@ -81,15 +85,14 @@ def crop(core: Core, slot: int, rows: Int64, keep: Int64, counts: Int64) -> Plan
     lens = tables.row_lens(slot)[rows]
     if np.count_nonzero(counts == lens) == len(lens):
         return EMPTY_PLAN
-    layout = _layout(core, slot, rows, keep, lens, counts)
-    places, num_targets = layout.places, layout.num_targets
-    old_places = ragged(places, layout.num_old)
+    layout = _layout(core, keep, lens, counts)
+    old_places = ragged(tables.base[slot] + rows * tables.width[slot], layout.num_old)
     old_pages: Int32 = tables.arena.data.take(old_places)
     used = np.zeros(len(old_pages), np.bool_)
     targets, allocated = _target_pages(core, old_pages, layout, used)
     kept = keep.astype(np.int32)
     moves = _moves(core, old_pages, targets, layout, kept, counts)
-    positions = _positions(core, slot, rows, kept, counts)
+    positions = _positions(core, slot, rows, lens, kept, counts)
     tables.diverge(slot)
     tables.arena.data[old_places] = 0
     tables.arena.data[old_places.take(layout.own)] = targets
@@ -129,9 +132,7 @@ def _target_pages(core: Core, old_pages: Int32, layout: _Layout, used: Bool) -> 
     return targets, missing
 
 
-def _moves(
-    core: Core, old_pages: Int32, targets: Int32, layout: _Layout, keep: Int32, counts: Int64
-) -> MoveSlots:
+def _moves(core: Core, old_pages: Int32, targets: Int32, layout: _Layout, keep: Int32, counts: Int64) -> MoveSlots:
     """Moves of the survivors of every target that is not intact, but for those that are in place. O(survivors).
 
     Tokens are numbered through all rows: old page q holds tokens ``q * page_size`` onwards. So a token's slot is its
@@ -161,18 +162,18 @@ def _moves(
     return MoveSlots(src[moving], dst[moving])
 
 
-def _positions(core: Core, slot: int, rows: Int64, keep: Int32, counts: Int64) -> Int32:
+def _positions(core: Core, slot: int, rows: Int64, lens: Int64, keep: Int32, counts: Int64) -> Int32:
     """Original positions of the survivors. O(survivors)."""
     tables = core.tables
+    if not tables.diverged[slot]:
+        return keep  # nothing was dropped before: index and position are the same
     stored = tables.kept_len[slot, rows].astype(np.int64)
     # Live index i of the run has position i + (seen - live).
-    shift = np.where(tables.grows[rows], int(tables.seen[slot]) - tables.row_lens(slot)[rows], 0)
-    positions = keep + np.repeat(shift.astype(np.int32), counts) if shift.any() else keep
+    shift = np.where(tables.grows[rows], int(tables.seen[slot]) - lens, 0)
+    positions: Int32 = keep + shift.astype(np.int32).repeat(counts)
     kept = tables.kept[slot]
-    if kept is None or not stored.any():
-        return positions
-    in_stored = keep < np.repeat(stored, counts)
-    positions = positions.copy() if positions is keep else positions
-    offset = np.repeat(tables.kept_off[slot, rows].astype(np.int64), counts)
-    positions[in_stored] = kept[(offset + keep)[in_stored]]
+    if kept is not None and stored.any():
+        in_stored = keep < stored.repeat(counts)
+        offset = tables.kept_off[slot, rows].astype(np.int64).repeat(counts)
+        positions[in_stored] = kept[(offset + keep)[in_stored]]
     return positions

@@ -1,10 +1,10 @@
 """Block hashes.
 
 The hash of a block is SHA-256 over a hash of the scope (model, adapter, tenant salt) and the raw int32 bytes of all
-tokens up to the block's end. So equal blocks after unequal ones never meet, nor do equal tokens of different scopes. One
-running state serves all blocks of a sequence: it takes the bytes of each block once and is asked for its digest in
-between, which costs half of a hash of its own for every block. Bytes are hashed as they are, never pickled, and a
-cryptographic hash leaves a tenant no way to make another's block match.
+tokens up to the block's end. So equal blocks after unequal ones never meet, nor do equal tokens of different scopes.
+One running state serves all blocks of a sequence: it takes in the bytes of each block once and is asked for its digest
+in between, which costs half of what a new hash for every block costs. Bytes are hashed as they are, never pickled, and
+a cryptographic hash leaves a tenant no way to make another's block match.
 """
 
 from __future__ import annotations

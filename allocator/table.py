@@ -136,7 +136,7 @@ class PageTables:
         stale = self.handles.take(slots, mode="clip") != ids
         if np.count_nonzero(stale):
             raise StaleHandle(int(ids[stale.argmax()]))
-        if len(ids) > 1 and int(np.bincount(slots).max()) > 1:
+        if len(ids) > 1 and np.count_nonzero(np.bincount(slots)) < len(ids):
             raise InvalidArgument("seqs", seqs, "a sequence occurs twice")
         return slots
 

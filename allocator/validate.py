@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 
@@ -23,6 +24,8 @@ __all__ = [
 ]
 
 INT32_MAX = 2**31 - 1
+
+AnyInts: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.integer]]
 
 
 def check_size(name: str, value: object, *, least: int, most: int = INT32_MAX) -> int:
@@ -115,26 +118,40 @@ def check_keep(keep: Keep, lens: Int64, lanes: int, scratch: Scratch) -> tuple[I
     Returns:
         The rows in order (int64 [k]), all indices concatenated (int64), and how many belong to each row (int64 [k]).
     """
-    lists: dict[int, np.ndarray[tuple[int, ...], np.dtype[np.integer]]] = {}
-    num_layers = len(lens) // lanes
+    rows, lists = _lists_by_row(keep, len(lens) // lanes, lanes)
+    counts = np.array([len(indices) for indices in lists], np.int64)
+    flat = scratch.int64("keep", int(counts.sum()))
+    if len(flat):
+        np.concatenate(lists, out=flat, casting="unsafe")
+    _check_rising(rows, flat, counts, lens[rows], lanes, scratch)
+    return rows, flat, counts
+
+
+def _lists_by_row(keep: Keep, num_layers: int, lanes: int) -> tuple[Int64, list[AnyInts]]:
+    """The rows that a keep-list names, ascending, and the indices for each."""
+    rows: list[int] = []
+    lists: list[AnyInts] = []
     for key, indices in keep.items():
-        given = np.asarray(indices)
+        given = indices if type(indices) is np.ndarray else np.asarray(indices)
         if given.dtype.kind not in "iu" or given.ndim != 1:
             if given.size:
                 raise InvalidArgument(f"keep[{key!r}]", given.dtype, "must be a one-dimensional list of integers")
             given = np.empty(0, np.int64)
-        for row in _rows_of(key, num_layers, lanes):
-            if row in lists:
-                raise InvalidArgument("keep", key, "names a lane twice")
-            lists[row] = given
-    ordered = sorted(lists)
-    counts = np.array([len(lists[row]) for row in ordered], np.int64)
-    flat = scratch.int64("keep", int(counts.sum()))
-    if len(flat):
-        np.concatenate([lists[row] for row in ordered], out=flat, casting="unsafe")
-    rows = np.array(ordered, np.int64)
-    _check_rising(rows, flat, counts, lens[rows], lanes, scratch)
-    return rows, flat, counts
+        if lanes == 1 and type(key) is int and 0 <= key < num_layers:  # the usual case, with less to do
+            rows.append(key)
+            lists.append(given)
+        else:
+            named = _rows_of(key, num_layers, lanes)
+            rows.extend(named)
+            lists.extend([given] * len(named))
+    ids = np.array(rows, np.int64)
+    if np.count_nonzero(ids[1:] > ids[:-1]) < len(ids) - 1:
+        order = ids.argsort(kind="stable")
+        ids, lists = ids[order], [lists[at] for at in order.tolist()]
+        twice = ids[1:] == ids[:-1]
+        if twice.any():
+            raise InvalidArgument("keep", divmod(int(ids[twice.argmax()]), lanes), "names a lane twice")
+    return ids, lists
 
 
 def _check_rising(rows: Int64, flat: Int64, counts: Int64, lens: Int64, lanes: int, scratch: Scratch) -> None:
@@ -161,8 +178,6 @@ def _check_rising(rows: Int64, flat: Int64, counts: Int64, lens: Int64, lanes: i
 
 
 def _rows_of(key: object, num_layers: int, lanes: int) -> range:
-    if type(key) is int and 0 <= key < num_layers:  # the usual case, without the calls
-        return range(key * lanes, key * lanes + lanes)
     if isinstance(key, tuple) and len(key) == 2:
         row = check_index("layer", key[0], num_layers) * lanes + check_index("lane", key[1], lanes)
         return range(row, row + 1)

@@ -83,22 +83,28 @@ MUTANTS = [
         "freed=core.release(old_pages[~used]))\n",
         "freed=core.release(old_pages[~used][1:]))\n",
     ),
-    Mutant("double-free guard off", "pool.py", "        if int(before.min()) < 1:\n", "        if False:\n"),
+    Mutant(
+        "double-free guard off", "pool.py", "        if not owned and int(before.min()) < 1:\n", "        if False:\n"
+    ),
+    Mutant("double-free guard off for a few pages", "pool.py", "            if left < 0:\n", "            if False:\n"),
     Mutant(
         "double free within one call not seen",
         "pool.py",
         "        if self._has_repeats(at, before):\n",
         "        if False:\n",
     ),
-    Mutant(
+    Mutant(  # blocks go in the order in which they first came to rest, whatever was used since
         "LRU not refreshed",
-        "lru.py",
-        "        last = self._before[sentinel]\n"
-        "        self._before[block], self._after[block] = last, sentinel\n"
-        "        self._after[last] = self._before[sentinel] = block\n",
-        "        first = self._after[sentinel]\n"
-        "        self._before[block], self._after[block] = sentinel, first\n"
-        "        self._before[first] = self._after[sentinel] = block\n",
+        "prefix.py",
+        "            self.lru.push(block, int(self.level[block]))\n\n    def publish",
+        "            born = self.__dict__.setdefault('born', {})\n"
+        "            born.setdefault(self.hash_of(block), len(born))\n"
+        "            later = [b for b in self.lru if self.level[b] == self.level[block]\n"
+        "                     and born.get(self.hash_of(b), 0) > born[self.hash_of(block)]]\n"
+        "            self.lru.push(block, int(self.level[block]))\n"
+        "            for each in later:\n"
+        "                self.lru.remove(each)\n"
+        "                self.lru.push(each, int(self.level[each]))\n\n    def publish",
     ),
     Mutant(
         "chains evicted from their start",
@@ -107,6 +113,21 @@ MUTANTS = [
         "np.argsort(self.depth[blocks], kind=",
     ),
     Mutant("whole-prompt hit", "sharing.py", "    most = max(0, len(tokens) - 1)\n", "    most = len(tokens)\n"),
+    Mutant(
+        "other tokens than those committed before are not noticed",
+        "sharing.py",
+        "    if len(tokens) and state.digest() != chain[-DIGEST_BYTES:]:\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "a rollback keeps the hash state", "sharing.py", "        core.hash_states[slot] = None\n", "        pass\n"
+    ),
+    Mutant(
+        "a fork goes on with its parent's hash state",
+        "core.py",
+        "state.copy() if state is not None else None\n",
+        "state\n",
+    ),
     Mutant("salt ignored", "hashing.py", "% page_size + scope).digest()", "% page_size).digest()"),
     Mutant(
         "generation ignored", "table.py", "        self.generation[slot] += 1\n", "        self.generation[slot] = 1\n"

@@ -158,9 +158,9 @@ def hashing(quick: bool) -> Iterator[Row]:
     """The hash of a block of 16 tokens, chained."""
     blocks = 1000
     tokens = np.arange(blocks * PAGE, dtype=np.int32)
-    root = scope_hash(b"", PAGE)
+    root, none = scope_hash(b"", PAGE), tokens[:0]
     repeat = 20 if quick else 100
-    times = measure(lambda: list(block_hashes(state_after(root, tokens[:0]), tokens, PAGE)), repeat=repeat, pieces=blocks)
+    times = measure(lambda: list(block_hashes(state_after(root, none), tokens, PAGE)), repeat=repeat, pieces=blocks)
     yield Row("hash a block", f"{PAGE} tokens", "allocator", "us/block", times.times(US), target=0.5)
     rows = tokens.reshape(-1, PAGE).tolist()
 

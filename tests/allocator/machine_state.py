@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant
 
-from allocator import BlockRemoved, BlocksCleared, BlockStored, KVError, LayerKind, Plan
+from allocator import BlockRemoved, BlocksCleared, BlockStored, KVError, LayerKind, Plan, appending, pool
 from tests.allocator.model import Config, Contents, Memory, Sequence, chain, owners, pages_for, tables_of
 from tests.allocator.strategies import configs
 
@@ -39,6 +39,12 @@ class MachineState(RuleBasedStateMachine):
         self.meanings: dict[bytes, tuple[bytes, list[int]]] = {}
         self.published: set[bytes] = set()
         self.mirror = np.zeros((0, 0), np.int32)
+        self.thresholds = (appending._LONG_RUN, pool._FEW)
+        appending._LONG_RUN, pool._FEW = config.long_run, config.few
+
+    def teardown(self) -> None:
+        if hasattr(self, "thresholds"):
+            appending._LONG_RUN, pool._FEW = self.thresholds
 
     @property
     def available(self) -> int:

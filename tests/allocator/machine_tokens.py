@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import event
 from hypothesis import strategies as st
 
 from allocator import AlreadyWritten, InvalidArgument, LayerKind, OutOfPages, Plan, Verdict
@@ -122,6 +123,7 @@ class TokenOperations(MachineState):
             assert plan.allocated == needed
             self.carry_out(plan, before)
             model.cross_written = True
+            event("cross-attention was written")
             for row in rows:
                 for at in range(n):
                     content = self.contents.unique()
@@ -202,6 +204,8 @@ class TokenOperations(MachineState):
         plan = self.allocator.slide(batch, margin=margin)
         assert plan.allocated == len(plan.copies) == len(plan.moves) == 0
         self.carry_out(plan, before)
+        if plan.freed:
+            event("a slide freed pages")
         for model in (self.seqs[seq] for seq in batch):
             for row, window in enumerate(self.windows):
                 if window is not None:

@@ -30,6 +30,8 @@ class Config:
     partial: bool = False
     placement: str = "lifo"
     watermark: int = 0
+    long_run: int = 32  # thresholds between paths of the implementation, low ones included
+    few: int = 16
 
     @property
     def num_rows(self) -> int:

@@ -14,7 +14,9 @@ from tests.allocator.model import Config
 def configs(draw: st.DrawFn) -> Config:
     """Small pools: running out, sharing and eviction happen within a few steps."""
     num_layers = draw(st.integers(1, 3))
-    kind = draw(st.sampled_from(["prefix", "partial", "prefix", "windows", "plain", "kinds", "partial"]))
+    kind = draw(
+        st.sampled_from(["prefix", "partial", "windows", "kinds", "prefix", "windows", "plain", "kinds", "partial"])
+    )
     config = Config(
         num_pages=draw(st.sampled_from([60, 100, 150, 30, 12, 5])),
         page_size=draw(st.sampled_from([2, 3, 1, 4])),
@@ -22,13 +24,16 @@ def configs(draw: st.DrawFn) -> Config:
         lanes=draw(st.integers(1, 2)),
         placement=draw(st.sampled_from(["lifo", "runs"])),
         watermark=draw(st.sampled_from([0, 0, 1, 3])),
+        long_run=draw(st.sampled_from([32, 1])),
+        few=draw(st.sampled_from([16, 1])),
     )
     if kind in ("prefix", "partial", "windows"):
         config.prefix, config.partial = True, kind == "partial"
     if kind == "windows":
-        config.windows = draw(st.lists(st.sampled_from([None, 1, 2, 3, 5]), min_size=num_layers, max_size=num_layers))
+        config.windows = draw(st.lists(st.sampled_from([2, 1, 3, 5, None]), min_size=num_layers, max_size=num_layers))
     if kind == "kinds":
-        config.kinds = draw(st.lists(st.sampled_from(list(LayerKind)), min_size=num_layers, max_size=num_layers))
+        kinds = [LayerKind.CROSS, LayerKind.ATTENTION, LayerKind.STATE]
+        config.kinds = draw(st.lists(st.sampled_from(kinds), min_size=num_layers, max_size=num_layers))
     return config
 
 

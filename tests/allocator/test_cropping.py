@@ -37,3 +37,14 @@ def test_survivors_of_every_shape_are_read_back_and_only_what_is_not_in_place_mo
     assert held == [[100 * row + i + 1 for i in keep.get(row, range(TOKENS))] for row in range(ROWS)]
     assert (plan.moves.src != plan.moves.dst).all()
     assert len(plan.moves) == 3 + 0 + 0 + 23 + 0 + 3  # tokens 0 and 1 of row 0 are in place
+
+
+def test_moves_are_int32_unless_the_pool_has_more_slots_than_that_counts() -> None:
+    for page_size, dtype in ((2**20, np.int32), (2**29, np.int64)):
+        allocator = BlockAllocator(10, page_size=page_size, num_layers=ROWS)
+        seq = allocator.open().seq
+        allocator.append([seq], 6)
+        plan = allocator.crop(seq, {ROWS - 1: [1, 3]})
+        first = ROWS * page_size
+        assert plan.moves.src.dtype == plan.moves.dst.dtype == dtype
+        assert (plan.moves.src.tolist(), plan.moves.dst.tolist()) == ([first + 1, first + 3], [first, first + 1])

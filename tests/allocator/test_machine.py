@@ -9,28 +9,39 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import settings
+from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from allocator import BlocksCleared, InvalidArgument, OutOfPages, PagesPinned, StaleHandle
+from allocator import BlocksCleared, InvalidArgument, LayerKind, OutOfPages, PagesPinned, StaleHandle
 from tests.allocator.machine_tokens import TokenOperations
 from tests.allocator.model import Sequence, chain, tables_of
 from tests.allocator.strategies import tokens
 
 # What a step does, and how often. A step that needs a sequence (or a pin) where none is opens one instead.
-WEIGHTS = {"append": 8, "open": 4, "commit": 4, "crop": 4, "truncate": 3, "close": 3, "fork": 2, "slide": 2}
+WEIGHTS = {"append": 8, "open": 4, "commit": 4, "crop": 4, "truncate": 3, "close": 3, "fork": 2, "slide": 1}
 RARE = ("write_cross", "reserve", "pin", "unpin", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix")
 OPERATIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)] + list(RARE)
+# Where the configuration gives them something to do, these come as often as appends.
+SPECIAL = {"windows": ["slide"] * 7, "cross": ["write_cross"] * 7, "prefix": ["open"] * 4 + ["commit", "close"] * 2}
 WITHOUT_SEQUENCES = {"open", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix"}
 
 
 class AllocatorMachine(TokenOperations):
-    @rule(operation=st.sampled_from(OPERATIONS), data=st.data())
-    def step(self, operation: str, data: st.DataObject) -> None:
+    @rule(data=st.data())
+    def step(self, data: st.DataObject) -> None:
+        operation = data.draw(st.sampled_from(self.operations()), label="operation")
         if not (self.seqs or operation in WITHOUT_SEQUENCES) or (operation == "unpin" and not self.pins):
             operation = "open"
         getattr(self, operation)(data)
+
+    def operations(self) -> list[str]:
+        has = {
+            "windows": any(window is not None for window in self.windows),
+            "cross": LayerKind.CROSS in self.kinds,
+            "prefix": self.config.prefix,
+        }
+        return OPERATIONS + [name for what, names in SPECIAL.items() if has[what] for name in names]
 
     # Sequences come and go
 
@@ -38,7 +49,10 @@ class AllocatorMachine(TokenOperations):
         prompt = data.draw(tokens())
         scope = data.draw(st.sampled_from([b"", b"salt"]))
         limit = data.draw(st.sampled_from([None, None, None, 3, 0]))
-        if self.meanings and data.draw(st.booleans()):
+        if self.published and data.draw(st.sampled_from([True, True, False])):
+            scope, known = self.meanings[data.draw(st.sampled_from(sorted(self.published)))]
+            prompt = known + prompt
+        elif self.meanings and data.draw(st.booleans()):
             scope, known = self.meanings[data.draw(st.sampled_from(sorted(self.meanings)))]
             prompt = known + prompt
         before, reserved = self.available, self.reserved
@@ -51,6 +65,8 @@ class AllocatorMachine(TokenOperations):
         opened = self.allocator.open(prompt, scope=scope, limit=limit)
         self.memory.apply(opened.plan)
         cached = opened.num_cached_tokens
+        if cached:
+            event("a prefix was hit" if cached >= self.size else "a part of a block was copied")
         assert cached <= most
         if reserved == 0:
             assert cached // self.size == whole
@@ -115,6 +131,8 @@ class AllocatorMachine(TokenOperations):
         published = self.allocator.commit(seq, model.tokens, priority=priority)
         if self.config.prefix and not model.diverged:
             assert published == len(new)
+            if len(hashes) - model.committed > len(new):
+                event("a commit met published blocks")
             model.committed = max(model.committed, len(hashes))
         else:
             assert published == 0
