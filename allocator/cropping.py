@@ -15,6 +15,7 @@ Frozen pages are only ever read. Fresh pages are taken before anything changes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -143,7 +144,7 @@ def _moves(core: Core, old_pages: Int32, targets: Int32, layout: _Layout, keep: 
         return EMPTY_PLAN.moves
     size, scratch = core.page_size, core.scratch
     first, held, row_start = layout.first, layout.held, layout.old * size
-    slot_type = np.int32 if core.pool.num_pages * size <= INT32_MAX else np.int64
+    slot_type: Any = np.int32 if core.pool.num_pages * size <= INT32_MAX else np.int64
     if 2 * len(changed) < len(targets):
         row_start = row_start.repeat(layout.num_targets)[changed]
         first, held, targets = first[changed], held[changed], targets[changed]

@@ -37,7 +37,7 @@ def scope_hash(scope: bytes, page_size: int) -> BlockHash:
 def state_after(root: bytes, tokens: Int32) -> HashState:
     """The state behind whole blocks of `tokens` of the scope that `root` is the hash of. O(tokens)."""
     state = sha256(root)
-    state.update(tokens)
+    state.update(tokens.data)
     return state
 
 

@@ -140,7 +140,7 @@ def commit(core: Core, slot: int, tokens: Int32, level: int) -> int:
 
 def _state_at(chain: bytearray, tokens: Int32) -> HashState:
     """The hash state at the end of a chain whose blocks hold `tokens`. O(tokens)."""
-    state = state_after(chain[:DIGEST_BYTES], tokens)
+    state = state_after(bytes(chain[:DIGEST_BYTES]), tokens)
     if len(tokens) and state.digest() != chain[-DIGEST_BYTES:]:
         raise InvalidArgument("tokens", tokens.tolist(), "are not those that the sequence was opened or committed with")
     return state

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.allocator import pools, steps
+from bench.allocator import floors, pools, steps
 from bench.allocator.timing import Row
 
 COLUMNS = f"{'operation':<34} {'case':<66} {'structure':<17} {'median':>9} {'mean':>9} {'p99':>9}  {'unit':<8} target"
@@ -29,6 +29,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from steps.evict(quick)
     yield from steps.hashing(quick)
     yield from steps.long_context()
+    yield from floors.floors()
 
 
 def line(row: Row) -> str:

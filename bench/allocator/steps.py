@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from allocator import BlockAllocator, SeqId
 from allocator.hashing import block_hashes, scope_hash, state_after
 from allocator.types import Keep
-from bench.allocator.baselines import ListPool, naive_decode_step
+from bench.allocator.baselines import LinkedCache, LinkedPool, ListCache, ListPool, naive_crop, naive_decode_step
 from bench.allocator.timing import Figures, Row, measure
 
 __all__ = ["crop", "decode", "evict", "hashing", "long_context", "prefill"]
 
 MS, US, NS = 1e3, 1e6, 1e9
 PAGE = 16
+NAIVE: dict[str, Callable[[int], Any]] = {"linked objects": LinkedPool, "list": ListPool}
+CACHES: dict[str, Callable[[int, int], Any]] = {
+    "linked objects": lambda cached, rows: LinkedCache(LinkedPool(cached * rows + 1), cached, rows),
+    "list": lambda cached, rows: ListCache(ListPool(cached * rows + 1), cached, rows),
+}
 
 
 def _decoding(num_layers: int, lanes: int, num_seqs: int, *, diverged: bool) -> tuple[BlockAllocator, list[SeqId]]:
@@ -38,9 +45,7 @@ def decode(quick: bool) -> Iterator[Row]:
     """One token for every sequence: the append, and the arrays that a kernel needs."""
     repeat = 100 if quick else 500
     for num_layers, lanes, num_seqs in ((64, 1, 256), (64, 8, 32)):
-        shape = (
-            f"{num_layers} layers x {lanes} lanes x {num_seqs} sequences" if lanes > 1 else "64 layers x 256 sequences"
-        )
+        shape = f"64 layers x {lanes} lanes x {num_seqs} sequences" if lanes > 1 else "64 layers x 256 sequences"
         for diverged in (True, False):
             allocator, seqs = _decoding(num_layers, lanes, num_seqs, diverged=diverged)
             case = f"{shape}, {'diverged' if diverged else 'lock-step'}"
@@ -48,7 +53,7 @@ def decode(quick: bool) -> Iterator[Row]:
             yield Row("decode step: append", case, "allocator", "ms", times.times(MS), target=0.2)
             if diverged:
                 yield from _exports(allocator, seqs, case)
-    yield _naive()
+                yield from _naive_steps(num_layers * lanes, num_seqs, case)
 
 
 def _exports(allocator: BlockAllocator, seqs: list[SeqId], case: str) -> Iterator[Row]:
@@ -61,19 +66,21 @@ def _exports(allocator: BlockAllocator, seqs: list[SeqId], case: str) -> Iterato
         yield Row(f"decode step: {name}", case, "allocator", "ms", measure(call, repeat=30).times(MS))
 
 
-def _naive() -> Row:
-    rng = np.random.default_rng(0)
-    pool = ListPool(64 * 256 * 64)
-    lens: list[list[int]] = rng.integers(100, 400, (256, 64)).tolist()
-    tables = [[pool.take(-(-length // PAGE)) for length in row] for row in lens]
-    times = measure(lambda: naive_decode_step(pool, lens, tables, PAGE), repeat=30)
-    return Row("decode step: append", "64 layers x 256 sequences, diverged", "loops and lists", "ms", times.times(MS))
+def _naive_steps(rows: int, num_seqs: int, case: str) -> Iterator[Row]:
+    for name, make in NAIVE.items():
+        rng = np.random.default_rng(0)
+        pool = make(rows * num_seqs * 64)
+        lens: list[list[int]] = rng.integers(100, 400, (num_seqs, rows)).tolist()
+        tables = [[pool.take(-(-length // PAGE)) for length in row] for row in lens]
+        times = measure(partial(naive_decode_step, pool, lens, tables, PAGE), repeat=30)
+        yield Row("decode step: append", case, name, "ms", times.times(MS))
 
 
 def prefill(quick: bool) -> Iterator[Row]:
     """Pages for one long prompt."""
     tokens, rows = 8192, 64
     pages = tokens // PAGE * rows
+    case = f"{tokens} tokens x {rows} layers"
     allocator = BlockAllocator(pages * 4, page_size=PAGE, num_layers=rows)
     held: list[SeqId] = []
     times = measure(
@@ -83,50 +90,75 @@ def prefill(quick: bool) -> Iterator[Row]:
         repeat=20 if quick else 100,
         pieces=pages,
     )
-    yield Row("prefill", f"{tokens} tokens x {rows} layers", "allocator", "ns/page", times.times(NS), target=10)
-    pool = ListPool(pages * 4)
-    tables: list[list[int]] = []
+    yield Row("prefill", case, "allocator", "ns/page", times.times(NS), target=10)
+    for name, make in NAIVE.items():
+        naive = _NaiveSequence(make(pages * 4), tokens, rows)
+        times = measure(naive.fill, after=naive.close, repeat=10, pieces=pages)
+        yield Row("prefill", case, name, "ns/page", times.times(NS))
 
-    def lists() -> None:
-        tables.extend(pool.take(tokens // PAGE) for _ in range(rows))
 
-    def give_back() -> None:
-        for table in tables:
-            pool.release(table)
-        tables.clear()
+class _NaiveSequence:
+    """One sequence over a pool of lists or objects."""
 
-    times = measure(lists, after=give_back, repeat=10, pieces=pages)
-    yield Row("prefill", f"{tokens} tokens x {rows} layers", "loops and lists", "ns/page", times.times(NS))
+    def __init__(self, pool: Any, tokens: int, rows: int) -> None:
+        self.pool, self.tokens, self.rows = pool, tokens, rows
+        self.tables: list[list[Any]] = []
+
+    def fill(self) -> None:
+        self.tables = [self.pool.take(self.tokens // PAGE) for _ in range(self.rows)]
+
+    def crop(self, keep: dict[int, list[int]]) -> None:
+        naive_crop(self.pool, self.tables, keep, PAGE)
+
+    def close(self) -> None:
+        for table in self.tables:
+            self.pool.release(table)
 
 
 def crop(quick: bool) -> Iterator[Row]:
     """Every layer of a sequence loses tokens in one call; per page held before."""
-    tokens, rows = 2048, 64
-    pages = tokens // PAGE * rows
+    rows = 64
+    for tokens in (2048, 8192):
+        pages = tokens // PAGE * rows
+        allocator = BlockAllocator(pages * 4, page_size=PAGE, num_layers=rows)
+        held: list[SeqId] = []
+
+        def fill(allocator: BlockAllocator = allocator, held: list[SeqId] = held, tokens: int = tokens) -> None:
+            held.append(allocator.open().seq)
+            allocator.append(held, tokens)
+
+        for name, keep in _keeps(tokens, rows).items():
+            case = f"{tokens} tokens x {rows} layers, {name}"
+            figures = measure(
+                partial(_crop_first, allocator, held, keep),
+                before=fill,
+                after=lambda allocator=allocator, held=held: allocator.close(held.pop()),  # type: ignore[misc]
+                repeat=15 if quick else 60,
+                pieces=pages,
+            )
+            yield Row("crop every row", case, "allocator", "ns/page", figures.times(NS), target=50)
+            if tokens == 2048:
+                yield from _naive_crops(tokens, rows, keep, case)
+
+
+def _keeps(tokens: int, rows: int) -> dict[str, dict[int, npt.NDArray[np.int64]]]:
     rng = np.random.default_rng(0)
-    keeps: dict[str, Keep] = {
+    return {
         "random half": {row: np.sort(rng.permutation(tokens)[: tokens // 2]) for row in range(rows)},
         "newest half (whole pages)": {row: np.arange(tokens // 2, tokens) for row in range(rows)},
         "4 sinks + newest 508": dict.fromkeys(range(rows), np.array([*range(4), *range(tokens - 508, tokens)])),
         "random tenth": {row: np.sort(rng.permutation(tokens)[: tokens // 10]) for row in range(rows)},
     }
-    allocator = BlockAllocator(pages * 4, page_size=PAGE, num_layers=rows)
-    held: list[SeqId] = []
 
-    def fill() -> None:
-        held.append(allocator.open().seq)
-        allocator.append(held, tokens)
 
-    for name, keep in keeps.items():
-        figures = measure(
-            partial(_crop_first, allocator, held, keep),
-            before=fill,
-            after=lambda: allocator.close(held.pop()),
-            repeat=15 if quick else 60,
-            pieces=pages,
+def _naive_crops(tokens: int, rows: int, keep: dict[int, npt.NDArray[np.int64]], case: str) -> Iterator[Row]:
+    lists = {row: indices.tolist() for row, indices in keep.items()}
+    for name, make in NAIVE.items():
+        naive = _NaiveSequence(make(tokens // PAGE * rows * 4), tokens, rows)
+        times = measure(
+            partial(naive.crop, lists), before=naive.fill, after=naive.close, repeat=5, pieces=tokens // PAGE * rows
         )
-        case = f"{tokens} tokens x {rows} layers, {name}"
-        yield Row("crop every row", case, "allocator", "ns/page", figures.times(NS), target=50)
+        yield Row("crop every row", case, name, "ns/page", times.times(NS))
 
 
 def _crop_first(allocator: BlockAllocator, held: list[SeqId], keep: Keep) -> None:
@@ -145,13 +177,11 @@ def evict(quick: bool) -> Iterator[Row]:
         allocator.close(seq)
         repeat = min(50, cached // needed - 2)
         times = measure(partial(allocator._core.take, needed * rows), repeat=repeat, pieces=needed)
-        yield Row(
-            "evict",
-            f"{needed} of {cached} cached blocks of {rows} pages",
-            "allocator",
-            "us/block",
-            times.times(US),
-        )
+        case = f"{needed} of {cached} cached blocks of {rows} pages"
+        yield Row("evict", case, "allocator", "us/block", times.times(US))
+        for name, make in CACHES.items():
+            times = measure(partial(make(cached, rows).evict, needed), repeat=repeat, pieces=needed)
+            yield Row("evict", case, name, "us/block", times.times(US))
 
 
 def hashing(quick: bool) -> Iterator[Row]:
