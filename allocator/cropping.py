@@ -114,11 +114,14 @@ def _target_pages(core: Core, old_pages: Int32, layout: _Layout, used: Bool) -> 
     if num_intact == len(intact):
         used[reused] = True
         return old_pages[reused], 0
+    writable = ~core.pool.frozen(old_pages)
+    if num_intact == 0 and np.count_nonzero(writable) == len(writable):
+        used[own] = True
+        return old_pages.take(own), 0
     targets = np.empty(len(own), np.int32)
     stay = reused[intact]
     targets[intact] = old_pages[stay]
     used[stay] = True
-    writable = ~core.pool.frozen(old_pages)
     in_place = ~intact & writable[own] & ~used[own]
     targets[in_place] = old_pages[own[in_place]]
     used[own[in_place]] = True
