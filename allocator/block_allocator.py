@@ -197,7 +197,8 @@ class BlockAllocator(TableQueries, PoolLifecycle):
             How many blocks were published.
 
         Raises:
-            StaleHandle, InvalidArgument: `tokens` is not as long as what was seen, among others; nothing changed.
+            StaleHandle, InvalidArgument: `tokens` is not as long as what was seen, or found to differ from what was
+                matched or committed before, among others; nothing changed.
         """
         slot = self._core.tables.slot_of(seq)
         seen = int(self._core.tables.seen[slot])

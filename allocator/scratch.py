@@ -19,17 +19,9 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._int32: dict[str, Int32] = {}
         self._int64: dict[str, Int64] = {}
         self._bool: Bool = np.empty(0, np.bool_)
         self._count: Int32 = np.empty(0, np.int32)
-
-    def int32(self, name: str, n: int) -> Int32:
-        """Uninitialised int32 [n]. O(1) amortised."""
-        held = self._int32.get(name)
-        if held is None or len(held) < n:
-            held = self._int32[name] = np.empty(max(n, 1024) * 5 // 4, np.int32)
-        return held[:n]
 
     def int64(self, name: str, n: int) -> Int64:
         """Uninitialised int64 [n]. O(1) amortised."""
