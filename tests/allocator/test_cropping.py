@@ -39,6 +39,26 @@ def test_survivors_of_every_shape_are_read_back_and_only_what_is_not_in_place_mo
     assert len(plan.moves) == 3 + 0 + 0 + 23 + 0 + 3  # tokens 0 and 1 of row 0 are in place
 
 
+def test_the_order_in_which_rows_are_named_does_not_matter() -> None:
+    keep = {row: list(range(row % 3, TOKENS, row + 1)) for row in (6, 0, 3, 1)}
+    plan, held = cropped(keep)
+    again, same = cropped(dict(sorted(keep.items())))
+    assert held == same == [[100 * row + i + 1 for i in keep.get(row, range(TOKENS))] for row in range(ROWS)]
+    assert plan.moves.dst.tolist() == again.moves.dst.tolist()
+
+
+def test_rows_of_unequal_length_take_long_runs_of_pages() -> None:
+    allocator = BlockAllocator(2000, page_size=4, num_layers=ROWS)
+    seq, in_step = allocator.open().seq, allocator.open().seq
+    allocator.append([seq, in_step], TOKENS)
+    allocator.crop(seq, {row: list(range(row)) for row in range(ROWS)})
+    allocator.append([seq, in_step], 300)
+    allocator.check()
+    assert allocator.live_lens([seq])[:, 0].tolist() == [300 + row for row in range(ROWS)]
+    pages = [page for each in (seq, in_step) for table in tables_of(allocator, each) for page in table]
+    assert len(set(pages)) == len(pages) == sum(-(-(300 + row) // 4) for row in range(ROWS)) + ROWS * 81
+
+
 def test_moves_are_int32_unless_the_pool_has_more_slots_than_that_counts() -> None:
     for page_size, dtype in ((2**20, np.int32), (2**29, np.int64)):
         allocator = BlockAllocator(10, page_size=page_size, num_layers=ROWS)
