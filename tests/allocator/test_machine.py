@@ -23,7 +23,11 @@ WEIGHTS = {"append": 8, "open": 4, "commit": 4, "crop": 4, "truncate": 3, "close
 RARE = ("write_cross", "reserve", "pin", "unpin", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix")
 OPERATIONS = [name for name, weight in WEIGHTS.items() for _ in range(weight)] + list(RARE)
 # Where the configuration gives them something to do, these come as often as appends.
-SPECIAL = {"windows": ["slide"] * 7, "cross": ["write_cross"] * 7, "prefix": ["open"] * 4 + ["commit", "close", "fork"] * 2}
+SPECIAL = {
+    "windows": ["slide"] * 7,
+    "cross": ["write_cross"] * 7,
+    "prefix": ["open"] * 4 + ["commit", "close", "fork"] * 2,
+}
 WITHOUT_SEQUENCES = {"open", "pin_prefix", "grow", "shrink", "restore", "refuse", "clear_prefix"}
 
 
