@@ -13,7 +13,7 @@ from paged_kv.cache import PagedCache
 from paged_kv.spec import KVSpec, UnsupportedModel
 
 if TYPE_CHECKING:
-    from paged_kv.engine import LLM, RequestOutput, SamplingParams
+    from paged_kv.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
     from paged_kv.optimize import optimize_for_cpu
 
 __version__ = "0.1.0"
@@ -24,6 +24,7 @@ __all__ = [
     "PagedCache",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModel",
     "__version__",
     "attached",
@@ -36,6 +37,7 @@ _LAZY = {
     "LLM": "paged_kv.engine",
     "RequestOutput": "paged_kv.engine",
     "SamplingParams": "paged_kv.engine",
+    "StructuredOutputsParams": "paged_kv.engine",
     "optimize_for_cpu": "paged_kv.optimize",
 }
 

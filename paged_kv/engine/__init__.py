@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING, Any
 from paged_kv.engine.compress import Compression
 from paged_kv.engine.params import InvalidParams, SamplingParams
 from paged_kv.engine.request import CompletionOutput, RequestOutput
+from paged_kv.engine.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from paged_kv.engine.engine import Engine
     from paged_kv.engine.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "Compression", "Engine", "InvalidParams", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Compression",
+    "Engine",
+    "InvalidParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,7 @@ from paged_kv.engine import output
 from paged_kv.engine.batch import build
 from paged_kv.engine.cropper import Cropper
 from paged_kv.engine.draft import propose
+from paged_kv.engine.grammar import Grammars
 from paged_kv.engine.intake import (
     EngineClosed,
     Intake,
@@ -86,7 +87,11 @@ class Engine:
         self._slides = any(window is not None for spec in specs for window in spec.windows)
         self._cropper = Cropper(self.memory)
         self._scheduler = Scheduler(self.memory, self._limits(caching), self._cropper)
-        self._sampler = Sampler(eos_ids=sorted(self._eos_ids), encode=encoder_of(tokenizer))
+        self._sampler = Sampler(
+            eos_ids=sorted(self._eos_ids),
+            encode=encoder_of(tokenizer),
+            grammars=Grammars(tokenizer, vocab_size=vocab_size_of(model), eos_ids=sorted(self._eos_ids)),
+        )
         backend = pick_backend(specs[0].device, name=self.options.backend)
         self._runner = Runner(model, self.memory, backend, optimize=self.options.optimize)
         self._searcher = Searcher(self.memory, self._scheduler, self._sampler, self._eos_ids, tokenizer)

@@ -13,6 +13,7 @@ from typing import Any
 
 from allocator import KVError
 from paged_kv.engine.compress import Compression
+from paged_kv.engine.structured import StructuredOutputsParams
 
 #: A custom processor: `(input_ids [1, len], scores [1, vocab]) -> scores`, as `transformers.LogitsProcessor`.
 Processor = Callable[[Any, Any], Any]
@@ -53,7 +54,7 @@ class SamplingParams:
         logits_processors: Custom `transformers` processors, called for this request alone.
         compression: A policy with a budget, such as `SnapKV(budget=256)`, crops the prompt; a
             `paged_kv.engine.compress.Compression` says besides when to crop. None keeps all tokens.
-        structured: A processor that keeps the output to a grammar, as grammar libraries build them for transformers.
+        structured_outputs: What the output must look like, see `StructuredOutputsParams`; needs llguidance.
         extra: Free for the caller.
     """
 
@@ -82,7 +83,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     logits_processors: tuple[Processor, ...] = ()
     compression: Any = None
-    structured: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,10 +93,10 @@ class SamplingParams:
             object.__setattr__(self, name, _several(name, getattr(self, name)))
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise InvalidParams(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
-        if self.structured is not None and not callable(self.structured):
-            raise InvalidParams(f"structured must be a logits processor, got {self.structured!r}")
         if self.compression is not None:
             object.__setattr__(self, "compression", _compression(self.compression))
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         self._check_integers()
         self._check_numbers()
         self._check_conflicts()
@@ -184,7 +185,7 @@ class SamplingParams:
             raise InvalidParams(f"n={self.n} is above beam_width={width}")
         if self.best_of is not None:
             raise InvalidParams("best_of and beam_width are two ways of searching: give one")
-        clash = [name for name in ("compression", "structured") if getattr(self, name) is not None]
+        clash = [name for name in ("compression", "structured_outputs") if getattr(self, name) is not None]
         if clash or self.logits_processors:
             raise InvalidParams(f"beam search takes no {(*clash, 'logits_processors')[0]}")
 
@@ -194,6 +195,13 @@ def _compression(asked: Any) -> Compression:
         return Compression.of(asked)
     except ValueError as error:
         raise InvalidParams(f"compression: {error}") from error
+
+
+def _structured(asked: Any) -> StructuredOutputsParams:
+    try:
+        return StructuredOutputsParams.of(asked)
+    except ValueError as error:
+        raise InvalidParams(str(error)) from None
 
 
 def _is_integer(value: object) -> bool:

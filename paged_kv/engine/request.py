@@ -106,6 +106,7 @@ class Row:
         seq: Its pages, None while it waits.
         num_computed: Tokens whose keys and values are in the pages (seen tokens).
         num_live: Tokens that the longest of its cropped layers holds.
+        constraint: Where its output is in the grammar that was asked for, None without one.
         draft: Guessed next tokens, which the next step verifies; while that step's results are taken, the tokens that
             it found, all but the last of them computed already.
     """
@@ -125,6 +126,7 @@ class Row:
     queued: bool = False
     detokenizer: Any = None
     sampler: Any = None
+    constraint: Any = None
     guesser: Any = None
     num_cropped: int = 0
     num_live: int = 0

@@ -4,8 +4,7 @@ Owns: penalties, biases and bans, greedy choice, seeded draws, log probabilities
 Does not know: pages, scheduling, text.
 
 Where transformers has a processor that depends on the tokens so far (repetition penalty, bad words), that one is used.
-Temperature, top-k, top-p and min-p are done here on the likeliest candidates of all rows together, with a sort of a
-hundred candidates instead of the whole vocabulary; tests hold them to transformers' processors.
+Temperature is applied here, top-k, top-p and min-p with the draw itself in `drawing`.
 
 A draw is a function of the request's seed, the completion's index and the token's index alone (a counter-based
 generator), so that neither the batch around it nor a preemption changes it.
@@ -26,11 +25,10 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from paged_kv.engine.drawing import Truncation, draw_truncated, draw_uniform, invert, truncates
+from paged_kv.engine.grammar import GrammarError, Grammars
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import Logprobs, Row
-
-#: Candidates looked at first for top-p and min-p; more are taken for the rows that need them.
-FIRST_CANDIDATES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +53,7 @@ class RowSampler:
     Attributes:
         shared: Transformers' processors, with the key by which rows of equal ones are processed together.
         custom: The request's own processors.
+        grammar: What the output is kept to, compiled.
         stops: Tokens banned until `min_tokens`.
         edits: Whether single logits are changed.
         wants_logprobs: Whether log probabilities are reported or rank completions.
@@ -66,6 +65,7 @@ class RowSampler:
     shared: dict[tuple[Any, ...], LogitsProcessor] = field(default_factory=dict)
     custom: tuple[Callable[[Any, Any], Any], ...] = ()
     stops: tuple[int, ...] = ()
+    grammar: Any = None
     edits: bool = field(init=False)
     wants_logprobs: bool = field(init=False)
     plain: bool = field(init=False)
@@ -75,23 +75,30 @@ class RowSampler:
         penalised = params.presence_penalty != 0 or params.frequency_penalty != 0
         self.edits = penalised or bool(params.logit_bias) or params.min_tokens > 0
         self.wants_logprobs = params.logprobs is not None or (params.best_of or 0) > params.n
-        changed = self.edits or bool(self.shared) or bool(self.custom)
+        changed = self.edits or bool(self.shared) or bool(self.custom) or self.grammar is not None
         self.plain = params.greedy and not changed and not self.wants_logprobs
 
 
 class Sampler:
     """Draws the next token of each row."""
 
-    def __init__(self, *, eos_ids: Sequence[int] = (), encode: Callable[[str], list[int]] | None = None) -> None:
-        """Keep the model's end-of-sequence tokens and, for bad words, how to encode text."""
+    def __init__(
+        self,
+        *,
+        eos_ids: Sequence[int] = (),
+        encode: Callable[[str], list[int]] | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Keep the model's end-of-sequence tokens, how to encode text (for bad words), who follows grammars."""
         self._eos_ids = tuple(eos_ids)
         self._encode = encode
+        self._grammars = grammars
 
     def prepare(self, params: SamplingParams, seed: int) -> RowSampler:
         """Work out what a request needs.
 
         Raises:
-            ValueError: Bad words without a tokenizer.
+            ValueError: Bad words or a grammar without a tokenizer, or a grammar that is wrong.
         """
         shared: dict[tuple[Any, ...], LogitsProcessor] = {}
         if params.repetition_penalty != 1.0:
@@ -100,10 +107,11 @@ class Sampler:
         if params.bad_words:
             shared["bad words", params.bad_words] = NoBadWordsLogitsProcessor(self._bad_words(params.bad_words))
         custom = tuple(params.logits_processors)
-        if params.structured is not None:
-            custom = (*custom, params.structured)
+        grammar = None
+        if params.structured_outputs is not None and self._grammars is not None:
+            grammar = self._grammars.compile(params.structured_outputs)
         stops = (() if params.ignore_eos else self._eos_ids) + params.stop_token_ids if params.min_tokens else ()
-        return RowSampler(params, seed, shared, custom, stops)
+        return RowSampler(params, seed, shared, custom, stops, grammar)
 
     def _bad_words(self, words: tuple[str, ...]) -> list[list[int]]:
         if self._encode is None:
@@ -161,7 +169,23 @@ class Sampler:
                     logits[i] = custom(ids, logits[i : i + 1].clone())[0]
             except Exception as error:  # noqa: BLE001 - foreign code: its failure is its own request's result
                 failed[i] = error
+        held = [i for i, row in enumerate(rows) if row.sampler.grammar is not None]
+        if self._grammars is not None and held:
+            failed |= self._keep_to_grammars(self._grammars, logits, rows, held)
         return failed
+
+    @staticmethod
+    def _keep_to_grammars(
+        grammars: Grammars, logits: Tensor, rows: Sequence[Row], lines: list[int]
+    ) -> dict[int, Exception]:
+        """Ban what the rows' grammars do not allow; returns the rows that have no token left."""
+        for i in lines:
+            if rows[i].constraint is None:
+                rows[i].constraint = grammars.begin(rows[i].sampler.grammar)
+        grammars.mask(logits, lines, [rows[i].constraint for i in lines])
+        is_dead = (logits.amax(-1) == -torch.inf).tolist()
+        message = "no token is left that the grammar, min_tokens, biases and bad words all allow"
+        return {i: GrammarError(message) for i in lines if is_dead[i]}
 
     def _choose(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
         """A token per row: the likeliest, or a draw."""
@@ -174,11 +198,11 @@ class Sampler:
             [rows[i].sampler.seed for i in drawn], [rows[i].index for i in drawn], [rows[i].num_output for i in drawn]
         )
         scaled = logits[drawn] / torch.tensor([[params[i].temperature] for i in drawn], device=logits.device)
-        cut = [p for p, i in enumerate(drawn) if _truncates(params[i])]
-        whole = [p for p, i in enumerate(drawn) if not _truncates(params[i])]
+        cut = [p for p, i in enumerate(drawn) if truncates(params[i])]
+        whole = [p for p, i in enumerate(drawn) if not truncates(params[i])]
         picked = torch.empty(len(drawn), dtype=torch.int64, device=logits.device)
         if whole:
-            picked[whole] = _invert(torch.softmax(scaled[whole], -1), uniform[whole].to(logits.device))
+            picked[whole] = invert(torch.softmax(scaled[whole], -1), uniform[whole].to(logits.device))
         if cut:
             limits = Truncation.of([params[drawn[p]] for p in cut], scaled.shape[-1], logits.device)
             picked[cut] = draw_truncated(scaled[cut], limits, uniform[cut].to(logits.device))
@@ -238,109 +262,3 @@ def top_logprobs(token: int, logprobs: Tensor, number: int) -> Logprobs:
     top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best is not None else {}
     top.setdefault(token, float(logprobs[token]))
     return top
-
-
-# -- draws -------------------------------------------------------------------------------------------------------------
-
-
-def draw_uniform(seeds: Sequence[int], indices: Sequence[int], steps: Sequence[int]) -> Tensor:
-    """Numbers in [0, 1) that depend on seed, completion and token index alone: float64 `[rows]`.
-
-    Source: SplitMix64's finaliser (Steele, Lea, Flood 2014) over the three counters.
-    """
-    mask = (1 << 64) - 1
-    state = np.array([seed & mask for seed in seeds], np.uint64)
-    with np.errstate(over="ignore"):
-        for counter in (np.array(indices, np.uint64), np.array(steps, np.uint64)):
-            state = _mix(state + np.uint64(0x9E3779B97F4A7C15) * (counter + np.uint64(1)))
-    return torch.from_numpy((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def _mix(state: np.ndarray) -> np.ndarray:
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = state ^ (state >> np.uint64(31))
-    return mixed
-
-
-def _truncates(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
-
-
-def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The column at which each row's running sum of weights passes `uniform` of its total: int64 `[rows]`.
-
-    Sums blocks first, so that the running sum is over a few hundred numbers.
-    """
-    rows, columns = weights.shape
-    size = 256
-    padded = torch.nn.functional.pad(weights, (0, -columns % size)).view(rows, -1, size)
-    blocks = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = uniform.unsqueeze(1) * blocks[:, -1:]
-    block = torch.searchsorted(blocks, target, right=True).clamp_(max=blocks.shape[1] - 1)
-    before = torch.where(block > 0, blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = padded[torch.arange(rows, device=weights.device), block[:, 0]].double().cumsum(-1)
-    offset = torch.searchsorted(inside, (target - before).contiguous(), right=True)
-    # Rounding may put the target at the very end: take the last column that has weight.
-    last = (inside < inside[:, -1:]).sum(-1, keepdim=True)
-    return (block * size + torch.minimum(offset, last))[:, 0]
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Which candidates may be drawn, per row: `top_k` (0 for all) int64 `[rows, 1]`, `top_p` and `min_p` float32."""
-
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    first: int
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Truncation:
-        """The limits of rows with these parameters."""
-        most = max((p.top_k for p in params), default=0)
-        return cls(
-            top_k=torch.tensor([[p.top_k if p.top_k > 0 else vocab] for p in params], device=device),
-            top_p=torch.tensor([[p.top_p] for p in params], dtype=torch.float32, device=device),
-            min_p=torch.tensor([[p.min_p] for p in params], dtype=torch.float32, device=device),
-            first=min(vocab, max(most, FIRST_CANDIDATES)),
-        )
-
-
-def draw_truncated(scaled: Tensor, limits: Truncation, uniform: Tensor) -> Tensor:
-    """Draw among the likeliest candidates, in falling order of probability: int64 `[rows]`.
-
-    Args:
-        scaled: Logits over temperature, `[rows, vocab]`.
-        limits: Which candidates are left. Top-k first, then top-p of what is left, then min-p, as transformers does.
-        uniform: float64 `[rows]`.
-    """
-    vocab = scaled.shape[-1]
-    picked = torch.empty(len(scaled), dtype=torch.int64, device=scaled.device)
-    todo = torch.arange(len(scaled), device=scaled.device)
-    number = limits.first
-    total = scaled.logsumexp(-1, keepdim=True).double() if bool((limits.top_k >= vocab).any()) else None
-    while len(todo):
-        values, ids = scaled[todo].topk(number)
-        kept, complete = _kept(values, limits, todo, None if total is None else total[todo])
-        complete |= number == vocab
-        column = _invert(torch.where(kept, (values - values[:, :1]).exp(), 0.0), uniform[todo])
-        picked[todo[complete]] = ids.gather(1, column.unsqueeze(1))[complete, 0]
-        todo = todo[~complete]
-        number = min(vocab, number * 8)
-    return picked
-
-
-def _kept(values: Tensor, limits: Truncation, rows: Tensor, total: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Which of the sorted candidates `[rows, number]` may be drawn, and whether no later one could be."""
-    top_k, top_p, min_p = limits.top_k[rows], limits.top_p[rows], limits.min_p[rows]
-    rank = torch.arange(values.shape[1], device=values.device)
-    kept = rank < top_k
-    weights = values.double()
-    among_k = weights.masked_fill(~kept, -torch.inf).logsumexp(-1, keepdim=True)
-    norm = among_k if total is None else torch.where(top_k <= values.shape[1], among_k, total)
-    probability = (weights - norm).exp()
-    better = probability.cumsum(-1) - probability
-    kept &= (better < top_p) | (rank == 0) | (top_p >= 1.0)
-    kept &= (values >= values[:, :1] + min_p.log()) | (min_p == 0)
-    return kept, ~kept[:, -1] | (top_k[:, 0] <= values.shape[1])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paged_kv.engine.batch import Batch, Span
 from paged_kv.engine.beam import BeamSearch
+from paged_kv.engine.grammar import GrammarError
 from paged_kv.engine.request import Request, Row
 from paged_kv.engine.sampling import Draw, Sampler, top_logprobs
 from paged_kv.engine.scheduler import Scheduler
@@ -91,10 +92,18 @@ class Searcher:
         """Draw a token for each row, line by line."""
         for row, draw in zip(rows, self._sampler(logits, rows), strict=True):
             self.num_tokens += 1
-            if isinstance(draw, Exception):
+            if isinstance(draw, GrammarError):
+                self.fail(row.request, str(draw))
+            elif isinstance(draw, Exception):
                 self.fail(row.request, f"a logits processor raised {type(draw).__name__}: {draw}")
-            elif row.finish_reason is None and (reason := take(row, draw, self._eos_ids, self._tokenizer)):
-                self.end(row, reason)
+            elif row.finish_reason is None:
+                try:
+                    reason = take(row, draw, self._eos_ids, self._tokenizer)
+                except GrammarError as error:
+                    self.fail(row.request, str(error))
+                    continue
+                if reason:
+                    self.end(row, reason)
 
     def _with_forks(self, row: Row) -> list[Row]:
         """The row, and at the end of its prompt the forks for the request's other completions."""

@@ -36,6 +36,8 @@ def take(row: Row, draw: Draw, eos_ids: frozenset[int], tokenizer: Any) -> str |
             row.stop_reason = None if ends else token
             row.text = _without_last(row, tokenizer)
             return "stop"
+    if row.constraint is not None and row.constraint.advance(token):
+        return "stop"
     if row.detokenizer is not None:
         stop = row.detokenizer.append(token, searchable=number >= params.min_tokens)
         if stop is not None:

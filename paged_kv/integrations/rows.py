@@ -40,7 +40,17 @@ _SAME = (
 #: Fields that change nothing here.
 _IGNORED = ("model", "user", "stream", "metadata", "store", "service_tier")
 #: Sampling parameters beyond OpenAI's that bodies commonly carry (as vLLM takes them).
-_EXTRA = ("top_k", "min_p", "repetition_penalty", "stop_token_ids", "min_tokens", "ignore_eos", "bad_words", "best_of")
+_EXTRA = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "bad_words",
+    "best_of",
+    "structured_outputs",
+)
 
 
 class BadLine(ValueError):
@@ -121,16 +131,38 @@ def _openai(values: dict[str, Any], number: int, base: SamplingParams) -> BatchR
     taken = {name: body[name] for name in (*_SAME, *_EXTRA) if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         taken["max_tokens"] = body["max_completion_tokens"]
+    if (structure := _structure(body.get("response_format"))) is not None:
+        if "structured_outputs" in taken:
+            raise BadLine("response_format and structured_outputs say the same thing: give one")
+        taken["structured_outputs"] = structure
     if body.get("logprobs") not in (None, False):
         asked = body.get("top_logprobs", 0) if body["logprobs"] is True else body["logprobs"]
         taken["logprobs"] = asked
     known = {*_SAME, *_EXTRA, *_IGNORED, "messages", "prompt", "max_completion_tokens", "logprobs", "top_logprobs"}
+    known |= {"response_format"}
     if unknown := sorted(set(body) - known):
         raise BadLine(f"unknown body field {unknown[0]!r}; known are {', '.join(sorted(known))}")
     params = SamplingParams.from_mapping(taken, base=base)
     messages = _messages(body["messages"]) if url == CHAT_URL else None
     prompt = _prompt(body.get("prompt"), messages)
     return BatchRow(number, prompt, messages, params, 0, url, values.get("custom_id"), body.get("model"))
+
+
+def _structure(form: Any) -> dict[str, Any] | None:
+    """What OpenAI's `response_format` asks for, as `structured_outputs`."""
+    if form is None:
+        return None
+    kind = form.get("type") if isinstance(form, Mapping) else form
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind != "json_schema":
+        raise BadLine(f"response_format must be of type text, json_object or json_schema, got {kind!r}")
+    named = form.get("json_schema")
+    if not isinstance(named, Mapping) or "schema" not in named:
+        raise BadLine("response_format of type json_schema needs json_schema.schema")
+    return {"json": named["schema"]}
 
 
 def _messages(value: Any) -> Any:

@@ -16,8 +16,9 @@ from transformers.generation.logits_process import (
 )
 
 from paged_kv.engine import SamplingParams
+from paged_kv.engine.drawing import Truncation, draw_truncated, draw_uniform
 from paged_kv.engine.request import Request
-from paged_kv.engine.sampling import Draw, Sampler, Truncation, draw_truncated, draw_uniform
+from paged_kv.engine.sampling import Draw, Sampler
 
 VOCAB = 1500
 
