@@ -2,6 +2,8 @@
 
     python -m bench.throughput --workload A --limit 16
     python -m bench.throughput --workload all --repeats 5 --json figures.json --peers transformers,transformers-folded
+    python -m bench.throughput --workload C --peers transformers,vllm --python vllm=/path/to/its/environment/bin/python
+    python -m bench.throughput --workload A --profile
 
 Every engine runs in a process of its own (so that its peak memory is its own) and they take turns; the other one sleeps
 meanwhile. Figures are medians over the repeats; each repeat shifts the token ids, so that no prefix cache survives.
@@ -11,20 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import resource
 import statistics
-import time
+import subprocess
+import sys
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from bench.workloads import BASELINE_BATCH, Job, token_stream, workload
+from bench.peers import OURS, PEERS, PeerUnavailable, Setting
+from bench.workloads import Job, token_stream, workload
 
-OURS = "paged-kv"
-PEERS = ("transformers", "transformers-folded", OURS)
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,176 +48,52 @@ class Figures:
     tokens: list[list[int]]
 
 
-class Peer(Protocol):
-    """An engine under test."""
-
-    def run(self, name: str, jobs: list[Job]) -> tuple[float, int, list[list[int]]]:
-        """Do the jobs; returns mean seconds to the first token, most KV bytes, and the tokens."""
-        ...
-
-
-class Generate:
-    """transformers' `generate`: static left-padded batches, sorted by prompt length."""
-
-    def __init__(self, model: Any, *, folded: bool) -> None:
-        self._model = model
-        if folded:
-            from transformers import AttentionInterface, AttentionMaskInterface
-            from transformers.masking_utils import sdpa_mask
-
-            AttentionInterface.register("folded_group", _folded)
-            AttentionMaskInterface.register("folded_group", sdpa_mask)
-            model.set_attn_implementation("folded_group")
-
-    def run(self, name: str, jobs: list[Job]) -> tuple[float, int, list[list[int]]]:
-        """Static batches; see `Peer.run`."""
-        import torch
-        from transformers.generation.streamers import BaseStreamer
-
-        class Clock(BaseStreamer):
-            def __init__(self) -> None:
-                self.calls = 0
-                self.first = 0.0
-
-            def put(self, value: Any) -> None:
-                self.calls += 1
-                if self.calls == 2:
-                    self.first = time.perf_counter()
-
-            def end(self) -> None:
-                pass
-
-        start, size = time.perf_counter(), BASELINE_BATCH[name]
-        order = sorted(range(len(jobs)), key=lambda i: len(jobs[i].prompt))
-        tokens: list[list[int]] = [[] for _ in jobs]
-        firsts, most = [], 0
-        for begin in range(0, len(order), size):
-            batch = order[begin : begin + size]
-            longest = max(len(jobs[i].prompt) for i in batch)
-            steps = max(jobs[i].num_output for i in batch)
-            ids = torch.zeros(len(batch), longest, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for line, i in enumerate(batch):
-                ids[line, longest - len(jobs[i].prompt) :] = torch.tensor(jobs[i].prompt)
-                mask[line, longest - len(jobs[i].prompt) :] = 1
-            clock = Clock()
-            out = self._model.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=steps,
-                min_new_tokens=steps,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=None,
-                streamer=clock if len(batch) == 1 else None,
-            )
-            # transformers streams single rows only: the first tokens of a batch are seen when the batch is done.
-            ended = time.perf_counter()
-            firsts += [(clock.first or ended) - start] * len(batch)
-            most = max(most, len(batch) * (longest + steps) * _bytes_per_token(self._model))
-            for line, i in enumerate(batch):
-                tokens[i] = out[line, longest : longest + jobs[i].num_output].tolist()
-        return statistics.mean(firsts), most, tokens
-
-
-def _folded(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **_: Any) -> Any:
-    """SDPA with the query heads of a group folded into the query length: the fast kernel in every dtype."""
-    from torch.nn.functional import scaled_dot_product_attention
-
-    rows, heads, length, width = query.shape
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    if length > 1 and mask is None:
-        import torch
-
-        mask = torch.ones(length, key.shape[2], dtype=torch.bool).tril(key.shape[2] - length)[None, None]
-    if mask is not None:
-        mask = mask[:, :, None].expand(rows, mask.shape[1], group, length, key.shape[2]).flatten(2, 3)
-    out = scaled_dot_product_attention(
-        query.reshape(rows, kv_heads, group * length, width), key, value, attn_mask=mask, scale=scaling
-    )
-    return out.reshape(rows, heads, length, -1).transpose(1, 2), None
-
-
-class PagedKV:
-    """This project's engine."""
-
-    def __init__(self, model: Any, **options: Any) -> None:
-        from paged_kv.engine.llm import LLM
-
-        self.llm = LLM(model, **options)
-
-    def run(self, name: str, jobs: list[Job]) -> tuple[float, int, list[list[int]]]:
-        """One call of `LLM.generate`; see `Peer.run`."""
-        from paged_kv.engine import SamplingParams
-
-        start = time.perf_counter()
-        params = [SamplingParams(temperature=0.0, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
-        results = self.llm.generate([list(job.prompt) for job in jobs], params, use_tqdm=False)
-        failed = [result.error for result in results if result.error is not None]
-        if failed:
-            raise RuntimeError(failed[0])
-        firsts = [result.timings["first_token"] - start for result in results]
-        return statistics.mean(firsts), self.llm.engine.stats().peak_bytes, [list(r.token_ids) for r in results]
-
-
-def _bytes_per_token(model: Any) -> int:
-    from paged_kv.spec import KVSpec
-
-    return sum(spec.bytes_per_token for spec in KVSpec.from_model(model))
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def _serve(connection: Connection, peer_name: str, settings: dict[str, Any]) -> None:
-    """A peer's process: does the jobs it is sent, until it is sent None."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    if settings["threads"]:
-        torch.set_num_threads(settings["threads"])
-    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["dtype"])).eval()
-    peer: Peer
-    if peer_name == OURS:
-        peer = PagedKV(model, **settings["options"])
-    else:
-        peer = Generate(model, folded=peer_name == "transformers-folded")
-    connection.send("ready")
-    while (message := connection.recv()) is not None:
-        name, jobs = message
-        start, cpu = time.perf_counter(), time.process_time()
-        first, kv_bytes, tokens = peer.run(name, jobs)
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-        rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        connection.send(Figures(seconds, first, cpu_seconds, kv_bytes, rss, tokens))
-
-
 class Process:
-    """A peer in a process of its own."""
+    """A peer in a process of its own (`bench.peer_process`), perhaps of another environment's Python."""
 
-    def __init__(self, peer: str, settings: dict[str, Any]) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, peer, settings), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._connection.recv()
+    def __init__(self, peer: str, setting: Setting, python: str) -> None:
+        """Start it.
+
+        Raises:
+            PeerUnavailable: It cannot run here; the message says why.
+        """
+        command = [python, "-m", "bench.peer_process", peer]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=environment, text=True
+            )
+        except OSError as error:
+            raise PeerUnavailable(f"{python} cannot be run: {error.strerror}") from error
+        self._send(asdict(setting))
+        answer = self._receive()
+        if "unavailable" in answer:
+            self._process.wait()
+            raise PeerUnavailable(answer["unavailable"])
 
     def run(self, name: str, jobs: list[Job]) -> Figures:
         """Have the process do the jobs, and wait."""
-        self._connection.send((name, jobs))
-        figures: Figures = self._connection.recv()
-        return figures
+        self._send({"workload": name, "jobs": [asdict(job) for job in jobs]})
+        return Figures(**self._receive())
 
     def close(self) -> None:
         """End the process."""
-        self._connection.send(None)
-        self._process.join()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process {self._process.args} ended with status {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
 
 # -- report ------------------------------------------------------------------------------------------------------------
@@ -228,14 +104,20 @@ def measure(names: list[str], peers: list[str], arguments: argparse.Namespace) -
     from transformers import AutoTokenizer
 
     stream = token_stream(AutoTokenizer.from_pretrained(arguments.model))
-    settings = {name: getattr(arguments, name) for name in ("model", "dtype", "threads", "options")}
     records = []
     for name in names:
-        running = {peer: Process(peer, settings) for peer in peers}
+        running: dict[str, Process] = {}
+        for peer in peers:
+            model = arguments.peer_model.get(peer, arguments.model)
+            setting = Setting(model, arguments.dtype, arguments.threads, arguments.options if peer == OURS else {})
+            try:
+                running[peer] = Process(peer, setting, arguments.python.get(peer, sys.executable))
+            except PeerUnavailable as error:
+                print(f"  {peer} is left out: {error}", flush=True)
         warm = workload(name, stream, limit=1, shift=7)
         for process in running.values():
             process.run(name, [Job(job.prompt, 4) for job in warm])
-        runs: dict[str, list[Figures]] = {peer: [] for peer in peers}
+        runs: dict[str, list[Figures]] = {peer: [] for peer in running}
         for repeat in range(arguments.repeats):
             jobs = workload(name, stream, limit=arguments.limit, shift=1000 * repeat)
             for peer, process in running.items():
@@ -287,9 +169,14 @@ def show(records: list[dict[str, Any]]) -> None:
         print(
             f"{record['workload']:3}{record['peer']:22}{record['requests']:9}{record['seconds']:9.2f}"
             f"{record['cpu_seconds']:8.2f}{record['tokens_per_second']:8.1f}{record['ratio']:7.2f}"
-            f"{record['cpu_ratio']:11.2f}{record['first_token']:8.2f}"
+            f"{record['cpu_ratio']:11.2f}{_or_blank(record['first_token']):>8}"
             f"{record['kv_bytes'] / 1e6:7.0f}{record['rss_bytes'] / 1e6:8.0f}  {record['same_tokens']:.0%}"
         )
+
+
+def _or_blank(seconds: float) -> str:
+    """Seconds, or nothing where a peer does not tell them."""
+    return "" if seconds != seconds else f"{seconds:.2f}"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -301,17 +188,32 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="torch threads of each engine; 0 leaves torch's choice")
     parser.add_argument("--model", default="", help="folder of a model; SmolLM2-135M-Instruct by default")
-    parser.add_argument("--peers", default="transformers", help=f"of {', '.join(PEERS)}; paged-kv runs in any case")
+    parser.add_argument(
+        "--peers", default="", help=f"of {', '.join(PEERS)}; by default transformers, in bf16 also folded"
+    )
+    parser.add_argument("--python", type=_pair, action="append", default=[], help="NAME=PATH: Python that runs a peer")
+    parser.add_argument("--peer-model", type=_pair, action="append", default=[], help="NAME=PATH: a peer's own model")
+    parser.add_argument("--profile", action="store_true", help="where the time of paged-kv goes, instead of comparing")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the engine, as JSON")
     parser.add_argument("--json", type=Path, help="write the figures here too")
     parsed = parser.parse_args(arguments)
-    chosen = [peer for peer in parsed.peers.split(",") if peer and peer != OURS]
+    # As it is, transformers falls off the fast kernel in bf16 where nothing is padded: the baseline is shown both ways.
+    usual = "transformers,transformers-folded" if parsed.dtype == "bfloat16" else "transformers"
+    chosen = [peer for peer in (parsed.peers or usual).split(",") if peer and peer != OURS]
+    parsed.python, parsed.peer_model = dict(parsed.python), dict(parsed.peer_model)
     if unknown := set(chosen) - set(PEERS):
         parser.error(f"no such peer here: {', '.join(sorted(unknown))}; there are {', '.join(PEERS)}")
     parsed.peers = [*chosen, OURS]
     if parsed.limit is not None and parsed.limit < 1:
         parser.error(f"--limit must be at least 1, got {parsed.limit}")
     return parsed
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, path = text.partition("=")
+    if not path or name not in PEERS:
+        raise argparse.ArgumentTypeError(f"expected NAME=PATH with a name of {', '.join(PEERS)}, got {text!r}")
+    return name, path
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -323,6 +225,13 @@ def main(arguments: list[str] | None = None) -> None:
 
         parsed.model = str(demo_model())
     names = ["A", "B", "C", "D"] if parsed.workload == "all" else [parsed.workload]
+    if parsed.profile:
+        from bench.step_profile import profile
+
+        setting = Setting(parsed.model, parsed.dtype, parsed.threads, parsed.options)
+        for name in names:
+            print(profile(name, setting, limit=parsed.limit))
+        return
     records = measure(names, parsed.peers, parsed)
     show(records)
     if parsed.json:

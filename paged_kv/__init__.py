@@ -13,18 +13,22 @@ from paged_kv.cache import PagedCache
 from paged_kv.spec import KVSpec, UnsupportedModel
 
 if TYPE_CHECKING:
-    from paged_kv.engine import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+    from paged_kv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+    from paged_kv.engine.intake import TextPrompt, TokensPrompt
     from paged_kv.optimize import optimize_for_cpu
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "KVSpec",
     "PagedCache",
     "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "UnsupportedModel",
     "__version__",
     "attached",
@@ -35,9 +39,12 @@ __all__ = [
 #: Names that cost an import of their own, and where they are.
 _LAZY = {
     "LLM": "paged_kv.engine",
+    "CompletionOutput": "paged_kv.engine",
     "RequestOutput": "paged_kv.engine",
     "SamplingParams": "paged_kv.engine",
     "StructuredOutputsParams": "paged_kv.engine",
+    "TextPrompt": "paged_kv.engine.intake",
+    "TokensPrompt": "paged_kv.engine.intake",
     "optimize_for_cpu": "paged_kv.optimize",
 }
 

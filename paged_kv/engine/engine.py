@@ -26,6 +26,7 @@ from paged_kv.engine.intake import (
     Intake,
     InvalidRequest,
     Prompt,
+    decoder_of,
     encoder_of,
     eos_ids_of,
     max_len_of,
@@ -90,6 +91,7 @@ class Engine:
         self._sampler = Sampler(
             eos_ids=sorted(self._eos_ids),
             encode=encoder_of(tokenizer),
+            decode=decoder_of(tokenizer),
             grammars=Grammars(tokenizer, vocab_size=vocab_size_of(model), eos_ids=sorted(self._eos_ids)),
         )
         backend = pick_backend(specs[0].device, name=self.options.backend)
@@ -308,26 +310,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counts since the engine was opened and the state now."""
-        pools = self.memory.stats()
-        meter = self._meter
-        return EngineStats(
-            num_running=len(self._scheduler.running),
-            num_waiting=self._scheduler.num_waiting,
-            num_steps=meter.num_steps,
-            num_prompt_tokens=meter.num_prompt_tokens,
-            num_cached_tokens=meter.num_cached_tokens,
-            num_computed_tokens=meter.num_computed_tokens,
-            num_output_tokens=self._searcher.num_tokens,
-            num_preemptions=self._scheduler.num_preemptions,
-            pages_used=sum(pool.active_pages for pool in pools),
-            pages_total=sum(pool.total_pages for pool in pools),
-            peak_pages=meter.peak_pages,
-            pages_freed_by_crops=self._cropper.pages_freed,
-            num_pressure_crops=self._cropper.num_pressure_crops,
-            peak_bytes=meter.peak_bytes,
-            peak_dynamic_bytes=meter.peak_dynamic_bytes,
-            mean_live_len=tuple((self._searcher.live_sums / max(1, self._searcher.num_ended)).tolist()),
-        )
+        return self._meter.snapshot(self.memory, self._scheduler, self._searcher, self._cropper)
 
     def check(self) -> None:
         """Assert the invariants of pages and scheduler.

@@ -7,7 +7,7 @@ Does not know: scheduling, pages, what becomes of a request.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from allocator import KVError
 from paged_kv._compat import text_config
@@ -15,6 +15,18 @@ from paged_kv.engine.params import SamplingParams
 
 #: Text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text, as vLLM spells it."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, as vLLM spells it."""
+
+    prompt_token_ids: list[int]
 
 
 class InvalidRequest(KVError, ValueError):
@@ -44,6 +56,8 @@ class Intake:
             InvalidRequest: It is empty, too long, of no known form, or holds unknown tokens.
         """
         text, ids, logits_from = self._parse(prompt)
+        if (most := params.truncate_prompt_tokens) is not None:
+            ids = ids[-(self._max_len - 1 if most < 0 else most) :]
         self._check(ids, params)
         return text, ids, logits_from
 
@@ -81,7 +95,7 @@ class Intake:
     def _check(self, ids: list[int], params: SamplingParams) -> None:
         if not ids:
             raise InvalidRequest("the prompt is empty")
-        highest = max(*ids, *params.stop_token_ids, *(params.logit_bias or {}), 0)
+        highest = max(*ids, *params.stop_token_ids, *(params.logit_bias or {}), *(params.allowed_token_ids or ()), 0)
         if highest >= self._vocab_size:
             raise InvalidRequest(f"token id {highest} is outside the model's vocabulary of {self._vocab_size}")
         room = self._max_len - (params.max_tokens != 0)
@@ -117,6 +131,11 @@ def eos_ids_of(model: Any) -> frozenset[int]:
         if eos is not None:
             return frozenset(eos if isinstance(eos, (list, tuple)) else [int(eos)])
     return frozenset()
+
+
+def decoder_of(tokenizer: Any) -> Callable[[int], str] | None:
+    """How one token is written."""
+    return None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
 
 
 def encoder_of(tokenizer: Any) -> Callable[[str], list[int]] | None:

@@ -18,7 +18,7 @@ from paged_kv.engine import output
 from paged_kv.engine.chat import chat_prompt
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.intake import InvalidRequest, Prompt
-from paged_kv.engine.loading import dtype_of, load_model, load_tokenizer
+from paged_kv.engine.loading import default_params, dtype_of, load_model, load_tokenizer
 from paged_kv.engine.options import options_of
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.request import RequestOutput
@@ -95,7 +95,7 @@ class LLM:
             ValueError: As many parameters or priorities as prompts were expected, and were not given.
         """
         many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
-        each = _params_of(sampling_params, len(many))
+        each = self._params_of(sampling_params, len(many))
         ranks = _one_each("priority", 0 if priority is None else priority, len(many))
         results: list[RequestOutput | None] = [None] * len(many)
         work = zip(many, each, ranks, strict=True)
@@ -123,7 +123,7 @@ class LLM:
             The prompt's number in the stream and its result, as they end.
         """
         bound = max_in_flight or 2 * self.engine.options.max_num_seqs
-        [default] = _params_of(sampling_params, 1)
+        [default] = self._params_of(sampling_params, 1)
         pairs = (
             (*item, 0) if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams) else
             (item, default, 0)
@@ -197,6 +197,16 @@ class LLM:
                 bar.update()
         return [score for score in scores if score is not None]
 
+    # -- as vLLM has them --------------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer, None if there is none."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config asks for where it samples; used where no parameters are given."""
+        return default_params(self.model)
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -267,6 +277,19 @@ class LLM:
             self._inboxes.pop(request_id, None)
             self.engine.abort(request_id)
 
+    def _params_of(self, value: Any, number: int) -> list[SamplingParams]:
+        """Sampling parameters for each of so many prompts.
+
+        Raises:
+            TypeError: Something else was given.
+            ValueError: Not as many as prompts.
+        """
+        many = _one_each("sampling_params", self.get_default_sampling_params() if value is None else value, number)
+        for each in many if isinstance(value, Sequence) else many[:1]:
+            if not isinstance(each, SamplingParams):
+                raise TypeError(f"sampling_params is a SamplingParams or a list of them, got {each!r}")
+        return many
+
     def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> RequestOutput | None:
         """Give a prompt to the engine; returns its result at once if it is refused."""
         try:
@@ -284,20 +307,6 @@ def _is_one(prompts: Any) -> bool:
     if getattr(prompts, "ndim", None) is not None:
         return bool(prompts.ndim == 1)
     return bool(prompts) and all(isinstance(token, int) for token in prompts)
-
-
-def _params_of(value: Any, number: int) -> list[SamplingParams]:
-    """Sampling parameters for each of so many prompts.
-
-    Raises:
-        TypeError: Something else was given.
-        ValueError: Not as many as prompts.
-    """
-    many = _one_each("sampling_params", SamplingParams() if value is None else value, number)
-    for each in many if isinstance(value, Sequence) else many[:1]:
-        if not isinstance(each, SamplingParams):
-            raise TypeError(f"sampling_params is a SamplingParams or a list of them, got {each!r}")
-    return many
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

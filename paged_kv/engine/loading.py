@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from allocator import KVError
+from paged_kv.engine.params import SamplingParams
 
 #: Spellings of dtypes beyond torch's own.
 _DTYPES = {"float": "float32", "half": "float16"}
@@ -62,6 +63,19 @@ def dtype_of(dtype: Any) -> torch.dtype | None:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     return found
+
+
+def default_params(model: Any) -> SamplingParams:
+    """Sampling parameters from a model's generation config: its own values if it samples, else temperature 1."""
+    config = getattr(model, "generation_config", None)
+    if config is None or not getattr(config, "do_sample", False):
+        return SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    values = {name: getattr(config, name, None) for name in names}
+    given = {name: value for name, value in values.items() if value is not None}
+    if (most := getattr(config, "max_new_tokens", None)) is not None:
+        given["max_tokens"] = most
+    return SamplingParams(**given)
 
 
 def _why(path: str | Path, error: Exception) -> str:

@@ -37,7 +37,7 @@ def text_of(row: Row, tokenizer: Any) -> str:
     """A row's output as text, empty without a tokenizer."""
     if row.text is not None:
         return row.text
-    if tokenizer is None:
+    if tokenizer is None or not row.request.params.detokenize:
         return ""
     if row.detokenizer is not None:
         return str(row.detokenizer.final())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from allocator import KVError
@@ -48,14 +48,18 @@ class SamplingParams:
         include_stop_str_in_output: Keep the stop string in the text.
         ignore_eos: Go on after the model's end-of-sequence token.
         seed: Draws depend on this, the completion's index and the token's index alone; None uses the engine's seed.
-        logprobs: Log probabilities of the chosen token and of so many likeliest ones, at each output token.
+        logprobs: Log probabilities of the chosen token and of so many likeliest ones (-1: all), at each output token.
         prompt_logprobs: The same for the prompt's tokens, from the second on.
+        detokenize: Whether results have text.
+        truncate_prompt_tokens: Only so many of the prompt's newest tokens; -1 for as many as the model takes.
+        allowed_token_ids: Only these tokens are drawn.
+        spaces_between_special_tokens: Taken for vLLM's sake; the tokenizers here decide by themselves.
         skip_special_tokens: Leave special tokens out of the text.
         logits_processors: Custom `transformers` processors, called for this request alone.
         compression: A policy with a budget, such as `SnapKV(budget=256)`, crops the prompt; a
             `paged_kv.engine.compress.Compression` says besides when to crop. None keeps all tokens.
         structured_outputs: What the output must look like, see `StructuredOutputsParams`; needs llguidance.
-        extra: Free for the caller.
+        extra_args: Free for the caller.
     """
 
     n: int = 1
@@ -80,17 +84,25 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    spaces_between_special_tokens: bool = True
     skip_special_tokens: bool = True
     logits_processors: tuple[Processor, ...] = ()
     compression: Any = None
     structured_outputs: StructuredOutputsParams | None = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         for name in ("stop_token_ids", "logits_processors"):
             object.__setattr__(self, name, _several(name, getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _several("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidParams("allowed_token_ids is empty: None allows all tokens")
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise InvalidParams(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         if self.compression is not None:
@@ -111,6 +123,10 @@ class SamplingParams:
         """Sequences that a request of these parameters runs side by side."""
         return self.beam_width or self.best_of or self.n
 
+    def clone(self) -> SamplingParams:
+        """A copy; parameters are frozen, `dataclasses.replace` changes one."""
+        return replace(self)
+
     @classmethod
     def from_mapping(
         cls, values: Mapping[str, Any], *, base: SamplingParams | None = None, beside: Sequence[str] = ()
@@ -120,7 +136,7 @@ class SamplingParams:
         Raises:
             InvalidParams: An unknown name (named, with the known ones), or a value of the wrong kind or range.
         """
-        known = {f.name for f in fields(cls)} - {"logits_processors", "compression", "extra"}
+        known = {f.name for f in fields(cls)} - {"logits_processors", "compression", "extra_args"}
         if unknown := sorted(set(values) - known):
             names = ", ".join([*beside, *sorted(known)])
             raise InvalidParams(
@@ -133,8 +149,8 @@ class SamplingParams:
 
     def _check_integers(self) -> None:
         least = {"n": 1, "best_of": 1, "beam_width": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0}
-        least |= {"logprobs": 0, "prompt_logprobs": 0}
-        optional = {"best_of", "beam_width", "max_tokens", "logprobs", "prompt_logprobs"}
+        least |= {"logprobs": -1, "prompt_logprobs": -1, "truncate_prompt_tokens": -1}
+        optional = {"best_of", "beam_width", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
         for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in optional:
@@ -143,8 +159,11 @@ class SamplingParams:
                 raise InvalidParams(f"{name} must be an integer of at least {low}, got {value!r}")
         if self.seed is not None and not _is_integer(self.seed):
             raise InvalidParams(f"seed must be an integer, got {self.seed!r}")
-        for token in self.stop_token_ids:
-            _token("stop_token_ids", token)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidParams("truncate_prompt_tokens must be at least 1, or -1, got 0")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _token(name, token)
 
     def _check_numbers(self) -> None:
         ranges = {
@@ -175,6 +194,8 @@ class SamplingParams:
             raise InvalidParams(f"best_of must be at least n={self.n}, got {self.best_of}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        if self.stop and not self.detokenize:
+            raise InvalidParams("stop strings are looked for in the text: detokenize=False leaves none")
         if self.greedy and self.width > 1 and self.beam_width is None:
             raise InvalidParams(f"greedy sampling gives one completion, not {self.width}: raise the temperature")
         if self.beam_width is not None:

@@ -9,7 +9,7 @@ if several completions were asked for (the others are forks of the first).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,62 @@ from allocator import SeqId
 from paged_kv.engine.crops import CropPlan
 from paged_kv.engine.params import SamplingParams
 
-#: Token id to (log probability, rank) at one position, as far as asked for.
-Logprobs = dict[int, float]
+
+class Logprob(float):
+    """A log probability: a number that also has vLLM's fields.
+
+    Attributes:
+        rank: How many tokens were at least as likely, itself included; 1 is the likeliest. None if it was not counted.
+    """
+
+    __slots__ = ("_decode", "_token", "rank")
+    _decode: Callable[[int], str] | None
+    _token: int
+    rank: int | None
+
+    def __new__(
+        cls, value: float, rank: int | None = None, token: int = -1, decode: Callable[[int], str] | None = None
+    ) -> Logprob:
+        """A number with its rank; its token is turned into text when it is asked for."""
+        self = super().__new__(cls, value)
+        self.rank, self._token, self._decode = rank, token, decode
+        return self
+
+    @property
+    def logprob(self) -> float:
+        """The plain number."""
+        return float(self)
+
+    @property
+    def decoded_token(self) -> str | None:
+        """The token as text, None without a tokenizer."""
+        return None if self._decode is None else self._decode(self._token)
+
+    def __repr__(self) -> str:
+        return f"Logprob(logprob={float(self)!r}, rank={self.rank!r}, decoded_token={self.decoded_token!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = self.decoded_token
+        return _logprob_of, (float(self), self.rank, self._token, text)
+
+
+def _logprob_of(value: float, rank: int | None, token: int, text: str | None) -> Logprob:
+    """A log probability from another process, which brings its text."""
+    return Logprob(value, rank, token, None if text is None else _Always(text))
+
+
+@dataclass(frozen=True, slots=True)
+class _Always:
+    """A decoder of one token."""
+
+    text: str
+
+    def __call__(self, token: int) -> str:
+        return self.text
+
+
+#: Token id to log probability at one position, as far as asked for.
+Logprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True, eq=False)
@@ -192,6 +246,20 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    def finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When a request got how far, in seconds on the engine's clock; None for what did not happen. Names as in vLLM."""
+
+    arrival_time: float | None
+    first_scheduled_time: float | None
+    first_token_time: float | None
+    finished_time: float | None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
@@ -214,6 +282,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     error: str | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """The timings under vLLM's names."""
+        times = (self.timings.get(name) for name in ("arrival", "first_scheduled", "first_token", "finished"))
+        return RequestMetrics(*times)
 
     @property
     def text(self) -> str:

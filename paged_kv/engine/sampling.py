@@ -28,7 +28,10 @@ from transformers.generation.logits_process import (
 from paged_kv.engine.drawing import Truncation, draw_truncated, draw_uniform, invert, truncates
 from paged_kv.engine.grammar import GrammarError, Grammars
 from paged_kv.engine.params import SamplingParams
-from paged_kv.engine.request import Logprobs, Row
+from paged_kv.engine.request import Logprob, Logprobs, Row
+
+#: A token's text.
+Decode = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class RowSampler:
         params = self.params
         penalised = params.presence_penalty != 0 or params.frequency_penalty != 0
         self.edits = penalised or bool(params.logit_bias) or params.min_tokens > 0
+        self.edits |= params.allowed_token_ids is not None
         self.wants_logprobs = params.logprobs is not None or (params.best_of or 0) > params.n
         changed = self.edits or bool(self.shared) or bool(self.custom) or self.grammar is not None
         self.plain = params.greedy and not changed and not self.wants_logprobs
@@ -87,11 +91,13 @@ class Sampler:
         *,
         eos_ids: Sequence[int] = (),
         encode: Callable[[str], list[int]] | None = None,
+        decode: Decode | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """Keep the model's end-of-sequence tokens, how to encode text (for bad words), who follows grammars."""
+        """Keep the model's end-of-sequence tokens, how text becomes tokens and back, and who follows grammars."""
         self._eos_ids = tuple(eos_ids)
         self._encode = encode
+        self.decode = decode
         self._grammars = grammars
 
     def prepare(self, params: SamplingParams, seed: int) -> RowSampler:
@@ -141,7 +147,9 @@ class Sampler:
         draws: list[Draw | Exception] = [Draw(token) for token in tokens]
         if raw is not None:
             for line, i in enumerate(wanted):
-                draws[i] = _with_logprobs(tokens[i], raw[line], samplers[i].params.logprobs)
+                number, token = samplers[i].params.logprobs, tokens[i]
+                top = None if number is None else top_logprobs(token, raw[line], number, self.decode)
+                draws[i] = Draw(token, float(raw[line, token]), top)
         for i, error in failed.items():
             draws[i] = error
         return draws
@@ -220,6 +228,11 @@ def _edit(logits: Tensor, rows: Sequence[Row]) -> None:
     values: list[float] = []
     for i, row in enumerate(rows):
         params: SamplingParams = row.sampler.params
+        if params.allowed_token_ids is not None:
+            allowed = list(params.allowed_token_ids)
+            kept = logits[i, allowed]
+            logits[i] = -torch.inf
+            logits[i, allowed] = kept
         changes: dict[int, float] = dict(params.logit_bias or {})
         if params.presence_penalty or params.frequency_penalty:
             for token, count in zip(*np.unique(row.output_ids, return_counts=True), strict=True):
@@ -248,17 +261,15 @@ def _padded(tokens: Sequence[list[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(ids).to(device)
 
 
-def _with_logprobs(token: int, logprobs: Tensor, number: int | None) -> Draw:
-    """A draw with the log probabilities of the chosen token and of the `number` likeliest ones."""
-    chosen = float(logprobs[token])
-    if number is None:
-        return Draw(token, chosen)
-    return Draw(token, chosen, top_logprobs(token, logprobs, number))
-
-
-def top_logprobs(token: int, logprobs: Tensor, number: int) -> Logprobs:
-    """The `number` likeliest tokens of `[vocab]`, likeliest first, and `token`, with their log probabilities."""
-    best = logprobs.topk(min(number, logprobs.shape[-1])) if number else None
-    top = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best is not None else {}
-    top.setdefault(token, float(logprobs[token]))
+def top_logprobs(token: int, logprobs: Tensor, number: int, decode: Decode | None = None) -> Logprobs:
+    """The `number` likeliest tokens of `[vocab]` (-1 for all), likeliest first, and `token`; with their ranks."""
+    number = logprobs.shape[-1] if number < 0 else min(number, logprobs.shape[-1])
+    top: Logprobs = {}
+    if number:
+        best = logprobs.topk(number)
+        for rank, (other, value) in enumerate(zip(best.indices.tolist(), best.values.tolist(), strict=True), 1):
+            top[other] = Logprob(value, rank, other, decode)
+    if token not in top:
+        chosen = logprobs[token]
+        top[token] = Logprob(float(chosen), int((logprobs > chosen).sum()) + 1, token, decode)
     return top

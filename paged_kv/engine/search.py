@@ -175,8 +175,7 @@ class Searcher:
 
     # -- log probabilities of the prompt -----------------------------------------------------------------------------
 
-    @staticmethod
-    def _score(span: Span, logits: Tensor) -> None:
+    def _score(self, span: Span, logits: Tensor) -> None:
         """Note the log probabilities of the prompt tokens that a span's lines predict."""
         request = span.row.request
         if request.prompt_logprobs is None:
@@ -187,7 +186,8 @@ class Searcher:
             lines = logits[span.first + start : span.first + min(known, start + 64)]
             for offset, logprobs in enumerate(torch.log_softmax(lines.float(), -1)):
                 position = span.position + start + offset + 1
-                request.prompt_logprobs[position] = top_logprobs(request.prompt_ids[position], logprobs, number)
+                token = request.prompt_ids[position]
+                request.prompt_logprobs[position] = top_logprobs(token, logprobs, number, self._sampler.decode)
 
     # -- beams -------------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paged_kv.engine.request import Row
 from paged_kv.memory import PagedMemory
+
+if TYPE_CHECKING:
+    from paged_kv.engine.cropper import Cropper
+    from paged_kv.engine.scheduler import Scheduler
+    from paged_kv.engine.search import Searcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,25 @@ class Meter:
         self.peak_pages = max(self.peak_pages, sum(used))
         self.peak_bytes = max(self.peak_bytes, held)
         self.peak_dynamic_bytes = max(self.peak_dynamic_bytes, seen * sum(spec.bytes_per_token for spec in specs))
+
+    def snapshot(self, memory: PagedMemory, scheduler: Scheduler, searcher: Searcher, cropper: Cropper) -> EngineStats:
+        """These counts, and what is going on now."""
+        pools = memory.stats()
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_steps=self.num_steps,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            num_output_tokens=searcher.num_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            pages_used=sum(pool.active_pages for pool in pools),
+            pages_total=sum(pool.total_pages for pool in pools),
+            peak_pages=self.peak_pages,
+            pages_freed_by_crops=cropper.pages_freed,
+            num_pressure_crops=cropper.num_pressure_crops,
+            peak_bytes=self.peak_bytes,
+            peak_dynamic_bytes=self.peak_dynamic_bytes,
+            mean_live_len=tuple((searcher.live_sums / max(1, searcher.num_ended)).tolist()),
+        )

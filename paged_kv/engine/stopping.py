@@ -16,7 +16,7 @@ from paged_kv.engine.sampling import Draw
 def watch(row: Row, tokenizer: Any, *, streams: bool) -> None:
     """Give a new row a detokenizer, if its text is needed before its end."""
     params = row.request.params
-    if tokenizer is not None and (params.stop or streams):
+    if tokenizer is not None and params.detokenize and (params.stop or streams):
         row.detokenizer = Detokenizer(tokenizer, stop=params.stop, skip_special_tokens=params.skip_special_tokens)
 
 
@@ -52,7 +52,7 @@ def take(row: Row, draw: Draw, eos_ids: frozenset[int], tokenizer: Any) -> str |
 def _without_last(row: Row, tokenizer: Any) -> str | None:
     """The text before a token that ended the output, None to decode it all later."""
     params = row.request.params
-    if tokenizer is None or params.include_stop_str_in_output:
+    if tokenizer is None or not params.detokenize or params.include_stop_str_in_output:
         return None
     if row.detokenizer is not None:
         return str(row.detokenizer.final())

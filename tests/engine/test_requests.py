@@ -235,7 +235,7 @@ def test_a_refused_engine_leaves_the_model_alone(llama):
         ({"stop": [""]}, "stop must hold non-empty strings, got ''"),
         ({"logit_bias": {"x": 1}}, "logit_bias must name token ids, got 'x'"),
         ({"seed": 1.5}, "seed must be an integer, got 1.5"),
-        ({"tempreture": 1}, "unknown sampling parameter 'tempreture'; known are bad_words"),
+        ({"tempreture": 1}, "unknown sampling parameter 'tempreture'; known are allowed_token_ids"),
         ({"repetition_penalty": 0}, "repetition_penalty must be above 0, got 0"),
     ],
     ids=lambda value: str(value)[:30],

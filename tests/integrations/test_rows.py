@@ -46,7 +46,7 @@ def test_an_openai_line_is_read_with_its_own_names():
         ({"messages": [{"role": "user"}]}, 'needs role and content, got {"role": "user"}'),
         (
             {"prompt": "a", "temprature": 1},
-            "unknown field 'temprature'; known are prompt, prompt_token_ids, messages, id, priority, bad_words",
+            "unknown field 'temprature'; known are prompt, prompt_token_ids, messages, id, priority, allowed_token_ids",
         ),
         ({"prompt": "a", "top_p": 2}, "top_p must be between 0.0 and 1.0, got 2"),
         ({"prompt": "a", "stop": 5}, "stop must be a list, got 5"),

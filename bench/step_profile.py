@@ -1,0 +1,133 @@
+"""Where the time of a step goes: linear layers, attention, the rest of the forward pass, sampling, scheduling, Python.
+
+Times are taken around the parts from outside, without a profiler, so that they add up to the wall time; a timer costs a
+few tenths of a microsecond, linear and attention are called a few hundred times a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from bench.peers import Setting, load
+from bench.workloads import token_stream, workload
+
+#: Parts within the forward pass; the others are host time outside of it.
+INSIDE = ("linear", "attention", "rest of forward")
+
+
+class Clock:
+    """Sums seconds by part; parts may lie within each other, each is charged for itself alone."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._open: list[str] = []
+        self._since = time.perf_counter()
+
+    def wrap(self, owner: Any, name: str, part: str) -> None:
+        """Charge a method to a part from now on."""
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            self._enter(part)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._leave()
+
+        setattr(owner, name, timed)
+
+    def _enter(self, part: str) -> None:
+        self._charge()
+        self._open.append(part)
+
+    def _leave(self) -> None:
+        self._charge()
+        self._open.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._open[-1] if self._open else "outside"] += now - self._since
+        self._since = now
+
+
+def profile(name: str, setting: Setting, *, limit: int | None = None) -> str:
+    """Run a workload on paged-kv and say where its time goes, as a table."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from paged_kv.engine import LLM, SamplingParams
+
+    if setting.threads:
+        torch.set_num_threads(setting.threads)
+    stream = token_stream(AutoTokenizer.from_pretrained(setting.model))
+    with LLM(load(setting), **setting.options) as llm:
+        warm = workload(name, stream, limit=1, shift=7)
+        llm.generate([list(warm[0].prompt)], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
+        jobs = workload(name, stream, limit=limit)
+        params = [SamplingParams(temperature=0.0, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
+        clock = timed(llm)
+        before = llm.engine.stats()
+        clock.seconds.clear()
+        start = time.perf_counter()
+        llm.generate([list(job.prompt) for job in jobs], params, use_tqdm=False)
+        wall = time.perf_counter() - start
+        stats = llm.engine.stats()
+    steps = stats.num_steps - before.num_steps
+    rows = (stats.num_output_tokens - before.num_output_tokens) / steps
+    host = sum(seconds for part, seconds in clock.seconds.items() if part not in INSIDE)
+    lines = [
+        f"{name} {setting.dtype}: {len(jobs)} requests, {wall:.2f} s, {steps} steps, {rows:.1f} output tokens a step"
+    ]
+    for part, seconds in sorted(clock.seconds.items(), key=lambda item: -item[1]):
+        lines.append(f"  {part:16}{seconds:8.2f} s {seconds / wall:6.1%} {seconds / steps * 1e3:8.2f} ms a step")
+    lines.append(f"  outside of the forward pass: {host / wall:.1%}, {host / steps * 1e3:.2f} ms a step")
+    return "\n".join(lines)
+
+
+def timed(llm: Any) -> Clock:
+    """A clock on every part of an engine."""
+    import torch
+
+    clock, engine = Clock(), llm.engine
+    # Outermost first: what is wrapped later is charged within what was wrapped before.
+    clock.wrap(engine, "step", "step")
+    clock.wrap(engine, "add_request", "add request")
+    clock.wrap(engine._scheduler, "plan", "scheduler")
+    clock.wrap(engine.memory, "append", "allocator")
+    clock.wrap(engine.memory, "step", "allocator")
+    clock.wrap(engine.memory, "commit", "allocator")
+    clock.wrap(engine._runner, "forward", "rest of forward")
+    clock.wrap(engine._searcher, "take", "taking tokens")
+    clock.wrap(engine._searcher, "verify", "taking tokens")
+    clock.wrap(engine._meter, "note", "counting")
+    clock.wrap(engine._runner._cache, "update", "attention")
+    for module in engine._runner._model.modules():
+        if isinstance(module, torch.nn.Linear):
+            clock.wrap(module, "forward", "linear")
+    backend = engine._runner._cache._backend
+    _time_backend(clock, backend)
+    inner = engine._searcher._sampler
+
+    class Timed(type(inner)):  # type: ignore[misc]
+        """The sampler, charged for its calls."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            clock._enter("sampling")
+            try:
+                return super().__call__(*args, **kwargs)
+            finally:
+                clock._leave()
+
+    inner.__class__ = Timed
+    return clock
+
+
+def _time_backend(clock: Clock, backend: Any) -> None:
+    """Charge a backend's attention, also where its class has no room for an attribute."""
+    try:
+        clock.wrap(backend, "attend", "attention")
+    except AttributeError:
+        clock.wrap(type(backend), "attend", "attention")
