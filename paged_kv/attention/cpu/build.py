@@ -5,6 +5,7 @@ Does not know: backends, views.
 
 The toolchain is that of `torch.utils.cpp_extension` (its compiler, its include, library and cache folders), but the
 compiler is called directly: that needs neither ninja nor Python's headers, only a C++ compiler.
+`PAGED_KV_CXXFLAGS` adds flags of one's own, `-DPAGED_KV_VECTOR_BYTES=16` for instance.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -65,7 +67,7 @@ def build() -> Path:
     compiler = shutil.which(name)
     if compiler is None:
         raise KernelUnavailable(f'no C++ compiler "{name}" on PATH: install g++ or set CXX')
-    flags = [*FLAGS, *_environment_flags()]
+    flags = [*FLAGS, *shlex.split(os.environ.get("PAGED_KV_CXXFLAGS", "")), *_environment_flags()]
     folder = Path(cpp_extension._get_build_directory("paged_kv", False))
     library = folder / f"paged_kv-{_key(compiler, flags)}.so"
     if not library.exists():

@@ -69,6 +69,9 @@ struct UnitWorker {
         q[r * q_stride + (pairs ? pair_place<T>(d, p.key_width) : d)] = static_cast<float>(src[d]);
       }
       for (int64_t d = p.key_width; d < q_stride; d++) q[r * q_stride + d] = 0;
+      if constexpr (pairs && kPairDots<T>) {
+        std::copy(src, src + p.key_width, reinterpret_cast<T*>(q + r * q_stride + pairs_at(p.key_width)));
+      }
     }
   }
 
@@ -90,7 +93,7 @@ struct UnitWorker {
   }
 
   void few(Scratch* scratch) {
-    const int64_t q_stride = round_up(p.key_width, VL), chunk = kFewPart, stride = chunk + kRowPad;
+    const int64_t q_stride = query_stride<T>(p.key_width), chunk = kFewPart, stride = chunk + kRowPad;
     scratch->reset(query_rows * (acc_stride + 2 + q_stride + stride) + 128);
     start(scratch);
     float* q = scratch->take(query_rows * q_stride);

@@ -15,9 +15,9 @@ constexpr int MR = 6;       // rows of a register block: 6 x 2 accumulators + 2 
 
 // Keeps the compiler from reading v again from memory at each use.
 PAGED_KV_INLINE Vec in_register(Vec v) {
-#if defined(__AVX512F__)
+#if PAGED_KV_AVX512
   asm("" : "+v"(v));
-#elif defined(__AVX__)
+#elif PAGED_KV_AVX2
   asm("" : "+x"(v));
 #endif
   return v;
@@ -46,6 +46,17 @@ inline void with_rows(int64_t rows, F&& fn) {
   }
 }
 
+// Where the bf16 copy of a query row lies, in floats from its fp32 form; it is there where dot products of pairs are used.
+inline int64_t pairs_at(int64_t width) {
+  return round_up(width, VL);
+}
+
+// Floats of one query row.
+template <typename T>
+inline int64_t query_stride(int64_t width) {
+  return pairs_at(width) + (kPairDots<T> ? round_up(width, 2 * VL) / 2 : 0);
+}
+
 // One block of MQ query rows times NK keys over the first `whole` columns, a multiple of VL. q [MQ, q_stride] fp32.
 template <typename T, int MQ, int NK>
 PAGED_KV_INLINE void score_block(const float* q, int64_t q_stride, const T* keys, int64_t width, int64_t whole, float* out,
@@ -54,6 +65,16 @@ PAGED_KV_INLINE void score_block(const float* q, int64_t q_stride, const T* keys
   PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
     PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) acc[i][m] = Vec{};
   }
+  auto dots = [&](int64_t d) PAGED_KV_LAMBDA_INLINE {
+    VecBits x[MQ];
+    PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) {
+      x[m] = load_bits(reinterpret_cast<const T*>(q + m * q_stride + pairs_at(width)) + d);
+    }
+    PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {
+      const VecBits k = load_bits(keys + i * width + d);
+      PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) acc[i][m] = dot_pairs(acc[i][m], x[m], k);
+    }
+  };
   auto step = [&]<int half>(int64_t d) PAGED_KV_LAMBDA_INLINE {
     Vec x[MQ];
     PAGED_KV_UNROLL for (int m = 0; m < MQ; m++) x[m] = in_register(load(q + m * q_stride + d + half * VL));
@@ -65,8 +86,12 @@ PAGED_KV_INLINE void score_block(const float* q, int64_t q_stride, const T* keys
   int64_t d = 0;
   for (; d + 2 * VL <= whole; d += 2 * VL) {
     PAGED_KV_UNROLL for (int i = 0; i < NK; i++) __builtin_prefetch(keys + i * width + d + ahead);
-    step.template operator()<0>(d);
-    step.template operator()<1>(d);
+    if constexpr (kPairDots<T>) {
+      dots(d);
+    } else {
+      step.template operator()<0>(d);
+      step.template operator()<1>(d);
+    }
   }
   for (; d < whole; d += VL) {
     PAGED_KV_UNROLL for (int i = 0; i < NK; i++) {

@@ -24,13 +24,37 @@
 
 namespace paged_kv {
 
+// -DPAGED_KV_VECTOR_BYTES=64 on a processor without AVX-512 runs the wide code in pairs of narrow instructions: slower, but
+// every index and layout of it can be tested there.
+#if !defined(PAGED_KV_VECTOR_BYTES)
 #if defined(__AVX512F__) && defined(__AVX512BW__)
-constexpr int kVecBytes = 64;
+#define PAGED_KV_VECTOR_BYTES 64
 #elif defined(__AVX2__)
-constexpr int kVecBytes = 32;
+#define PAGED_KV_VECTOR_BYTES 32
 #else
-constexpr int kVecBytes = 16;
+#define PAGED_KV_VECTOR_BYTES 16
 #endif
+#endif
+#if PAGED_KV_VECTOR_BYTES == 64 && defined(__AVX512F__) && defined(__AVX512BW__)
+#define PAGED_KV_AVX512 1
+#else
+#define PAGED_KV_AVX512 0
+#endif
+#if PAGED_KV_VECTOR_BYTES == 32 && defined(__AVX2__)
+#define PAGED_KV_AVX2 1
+#else
+#define PAGED_KV_AVX2 0
+#endif
+// Dot products of bf16 pairs; -DPAGED_KV_BF16_DOT=1 runs them on any processor, from ordinary products.
+#if !defined(PAGED_KV_BF16_DOT)
+#if PAGED_KV_AVX512 && defined(__AVX512BF16__)
+#define PAGED_KV_BF16_DOT 1
+#else
+#define PAGED_KV_BF16_DOT 0
+#endif
+#endif
+
+constexpr int kVecBytes = PAGED_KV_VECTOR_BYTES;
 constexpr int VL = kVecBytes / 4;  // floats in a vector
 
 typedef float Vec __attribute__((vector_size(kVecBytes)));
@@ -56,9 +80,9 @@ inline Vec load(const c10::BFloat16* p) {
 }
 
 inline Vec load(const c10::Half* p) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if PAGED_KV_AVX512
   return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))));
-#elif defined(__AVX2__) && defined(__F16C__)
+#elif PAGED_KV_AVX2 && defined(__F16C__)
   return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #else
   Vec out;
@@ -67,17 +91,37 @@ inline Vec load(const c10::Half* p) {
 #endif
 }
 
+inline VecBits load_bits(const void* p) {
+  VecBits bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return bits;
+}
+
 // Half of 2 * VL elements at p, in *pair order*: the first and the second VL of them, but for bf16 the even and the odd
 // ones, which costs a shift or a mask where widening in order costs a widening and a shift. See pair_place.
 template <int half, typename T>
 inline Vec load_half(const T* p) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    VecBits bits;
-    std::memcpy(&bits, static_cast<const void*>(p), sizeof(bits));
+    const VecBits bits = load_bits(p);
     return reinterpret_cast<Vec>(half ? bits & 0xffff0000u : bits << 16);
   } else {
     return load(p + half * VL);
   }
+}
+
+// Whether scores of a dtype are dot products of pairs.
+template <typename T>
+constexpr bool kPairDots = PAGED_KV_BF16_DOT && std::is_same_v<T, c10::BFloat16>;
+
+// acc[i] + a[2i] b[2i] + a[2i + 1] b[2i + 1] for 2 * VL bf16 elements of each, summed up in fp32.
+inline Vec dot_pairs(Vec acc, VecBits a, VecBits b) {
+#if PAGED_KV_AVX512 && defined(__AVX512BF16__)
+  return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc), reinterpret_cast<__m512bh>(a),
+                                                reinterpret_cast<__m512bh>(b)));
+#else
+  acc += reinterpret_cast<Vec>(a & 0xffff0000u) * reinterpret_cast<Vec>(b & 0xffff0000u);
+  return acc + reinterpret_cast<Vec>(a << 16) * reinterpret_cast<Vec>(b << 16);
+#endif
 }
 
 // Element d of a row of `width` elements: the last width % (2 * VL) keep their order.
@@ -102,9 +146,9 @@ inline void store(float* p, Vec v) {
 
 // The greater; b when either is NaN, as the processor's instruction.
 inline Vec vmax(Vec a, Vec b) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if PAGED_KV_AVX512
   return reinterpret_cast<Vec>(_mm512_max_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b)));
-#elif defined(__AVX2__)
+#elif PAGED_KV_AVX2
   return reinterpret_cast<Vec>(_mm256_max_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b)));
 #else
   return a > b ? a : b;
@@ -126,18 +170,15 @@ inline float horizontal_max(Vec v) {
 // out[0..3] = sums of a0..a3.
 inline void horizontal_sum4(Vec a0, Vec a1, Vec a2, Vec a3, float* out) {
   const Vec a[4] = {a0, a1, a2, a3};
-#if defined(__AVX__)
+#if PAGED_KV_AVX512 || PAGED_KV_AVX2
   __m256 h[4];
   for (int i = 0; i < 4; i++) {
-#if defined(__AVX512F__) && defined(__AVX512BW__)
+#if PAGED_KV_AVX512
     __m512 z = reinterpret_cast<__m512>(a[i]);
     h[i] = _mm256_add_ps(_mm512_castps512_ps256(z),
                          _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(z), 1)));
-#elif defined(__AVX2__)
-    h[i] = reinterpret_cast<__m256>(a[i]);
 #else
-    h[i] = _mm256_castps128_ps256(reinterpret_cast<__m128>(a[i]));
-    h[i] = _mm256_insertf128_ps(h[i], _mm_setzero_ps(), 1);
+    h[i] = reinterpret_cast<__m256>(a[i]);
 #endif
   }
   __m256 s01 = _mm256_add_ps(_mm256_unpacklo_ps(h[0], h[1]), _mm256_unpackhi_ps(h[0], h[1]));
