@@ -6,7 +6,7 @@ Does not know: when a crop is due (`CropPlan`), how a policy chooses, who is sch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from paged_kv.memory import PagedMemory
 class Cropper:
     """Frees pages of rows whose requests ask for it or allow it."""
 
-    def __init__(self, memory: PagedMemory) -> None:
+    def __init__(self, memory: PagedMemory, clock: Callable[[], float]) -> None:
         self._memory = memory
+        self._clock = clock
+        self.seconds = 0.0
         self._stuck: dict[Row, int] = {}  # tokens computed when another try is worth it
         self._failed: dict[Request, str] = {}
         self.pages_freed = 0
@@ -83,7 +85,7 @@ class Cropper:
         assert crops is not None
         assert row.seq is not None
         row.num_cropped += 1
-        before = _num_active(self._memory)
+        before, start = _num_active(self._memory), self._clock()
         try:
             crop_layers(self._memory, row.seq, crops.policy, budgets)
         except OutOfPages:
@@ -92,6 +94,7 @@ class Cropper:
             self._failed[row.request] = f"the crop raised {type(error).__name__}: {error}"
             return True
         finally:
+            self.seconds += self._clock() - start
             self.pages_freed += before - _num_active(self._memory)
             row.num_live = longest_layer(self._memory, row.seq, budgets)
         return True

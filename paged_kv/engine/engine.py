@@ -86,7 +86,7 @@ class Engine:
         caching = self.options.enable_prefix_caching and len(specs) == 1
         self.memory = PagedMemory(specs, budget, enable_prefix_caching=caching)
         self._slides = any(window is not None for spec in specs for window in spec.windows)
-        self._cropper = Cropper(self.memory)
+        self._cropper = Cropper(self.memory, clock)
         self._scheduler = Scheduler(self.memory, self._limits(caching), self._cropper)
         self._sampler = Sampler(
             eos_ids=sorted(self._eos_ids),

@@ -25,6 +25,7 @@ class EngineStats:
 
     Attributes:
         num_pressure_crops: Crops that freed pages because the pool had run out.
+        crop_seconds: Time that crops took, choosing tokens included.
         peak_bytes: Most bytes of pages in use after a step.
         peak_dynamic_bytes: Most bytes that transformers' `DynamicCache` would have held for the same rows, unpadded.
         mean_live_len: Tokens that each paged layer held at the end of a row, mean over the ended rows.
@@ -43,6 +44,7 @@ class EngineStats:
     peak_pages: int
     pages_freed_by_crops: int
     num_pressure_crops: int
+    crop_seconds: float
     peak_bytes: int
     peak_dynamic_bytes: int
     mean_live_len: tuple[float, ...]
@@ -89,6 +91,7 @@ class Meter:
             peak_pages=self.peak_pages,
             pages_freed_by_crops=cropper.pages_freed,
             num_pressure_crops=cropper.num_pressure_crops,
+            crop_seconds=cropper.seconds,
             peak_bytes=self.peak_bytes,
             peak_dynamic_bytes=self.peak_dynamic_bytes,
             mean_live_len=tuple((searcher.live_sums / max(1, searcher.num_ended)).tolist()),
