@@ -121,7 +121,9 @@ class _FusedNorm:
         if hidden_states.dtype != weight.dtype or (torch.is_grad_enabled() and hidden_states.requires_grad):
             plain: Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return plain
-        out: Tensor = torch.ops.paged_kv.rms_norm(hidden_states, weight.detach(), self._eps)
+        out: Tensor = torch.ops.paged_kv.rms_norm(
+            hidden_states, weight.detach() if torch.is_grad_enabled() else weight, self._eps
+        )
         return out
 
 
