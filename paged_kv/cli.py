@@ -60,7 +60,9 @@ def run(  # noqa: PLR0913 - one parameter per option of the command
     temperature: Annotated[float, typer.Option(help="Of lines that name none; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Draws of a line depend on this and its number.")] = 0,
     budget: Annotated[int, typer.Option(help="Tokens a layer keeps of a prompt, mean over layers; 0 keeps all.")] = 0,
-    policy: Annotated[str, typer.Option(help="Which tokens stay: streaming or knorm.")] = "streaming",
+    policy: Annotated[
+        str, typer.Option(help="Which tokens stay: streaming, knorm, snapkv, tova, h2o or lagkv.")
+    ] = "streaming",
     spread: Annotated[float, typer.Option(help="First layer keeps 1 + spread of the budget, last 1 - spread.")] = 0.5,
     page_size: Annotated[int, typer.Option(help="Tokens of a page.")] = 16,
     max_num_seqs: Annotated[int, typer.Option(help="Most sequences that run at once.")] = 256,
@@ -228,17 +230,24 @@ def _with_budget(base: SamplingParams, llm: LLM, named: dict[str, Any]) -> Sampl
     """Parameters that crop each prompt to the budget, if there is one."""
     from dataclasses import replace
 
-    from paged_kv.compression.knorm import KeyNorm
-    from paged_kv.compression.streaming import StreamingLLM
+    from paged_kv.compression import H2O, TOVA, KeyNorm, LagKV, SnapKV, StreamingLLM
     from paged_kv.engine.compress import Compression, ramp
 
     if not named["budget"]:
         return base
-    policies: dict[str, Any] = {"streaming": StreamingLLM, "knorm": KeyNorm}
+    budgets = ramp(named["budget"], len(llm.engine.memory.layers), named["spread"])
+    window = max(1, min(32, min(budgets) // 2))  # tokens that are kept for their age leave room for chosen ones
+    policies: dict[str, Any] = {
+        "streaming": StreamingLLM(),
+        "knorm": KeyNorm(),
+        "snapkv": SnapKV(window=window),
+        "tova": TOVA(),
+        "h2o": H2O(recent=window),
+        "lagkv": LagKV(),
+    }
     if named["policy"] not in policies:
         raise ValueError(f"policy must be one of {', '.join(policies)}, got {named['policy']!r}")
-    budgets = ramp(named["budget"], len(llm.engine.memory.layers), named["spread"])
-    return replace(base, compression=Compression(policies[named["policy"]](), budgets))
+    return replace(base, compression=Compression(policies[named["policy"]], budgets))
 
 
 def _work(llm: LLM, source: Path, journal: Any, base: SamplingParams, retry_errors: bool) -> None:

@@ -61,7 +61,7 @@ def test_run_answers_each_line_and_prints_the_table(paged_kv):
         assert word in shown
 
 
-@pytest.mark.parametrize("policy", ["streaming", "knorm"])
+@pytest.mark.parametrize("policy", ["streaming", "knorm", "snapkv", "tova", "h2o", "lagkv"])
 def test_a_budget_crops_layers_differently_and_frees_pages(paged_kv, policy):
     write_lines(Path("in.jsonl"), ROWS)
     shown = paged_kv("in.jsonl", "-o", "out.jsonl", "--budget", "16", "--policy", policy)
@@ -94,6 +94,7 @@ def test_the_same_command_again_does_nothing_and_another_one_is_refused(paged_kv
             ["in.jsonl", "-o", "out.jsonl", "--budget", "8", "--policy", "magic"],
             "policy must be one of streaming, knorm",
         ),
+        (["in.jsonl", "-o", "out.jsonl", "--budget", "4"], "StreamingLLM always keeps 4 tokens, got a budget of 2"),
         (["in.jsonl", "-o", "out.jsonl", "--max-num-seqs", "0"], "max_num_seqs must be at least 1"),
         (["in.jsonl", "-o", "out.jsonl", "--backend", "magic"], "the names are auto, cpu"),
         (["in.jsonl", "-o", "out.jsonl", "--dtype", "int4"], "dtype must be"),
