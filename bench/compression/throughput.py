@@ -89,7 +89,8 @@ def methods(net: Any, load: Load) -> dict[str, tuple[Any, Compression | None]]:
     """Name to lanes and compression. By layer: unequal budgets; by head: a page table a head."""
     budget, every, layers = load.budget, load.every, net.config.num_hidden_layers
     sloped = ramp(budget, layers, 0.5)
-    snap = SnapKV(window=32)
+    window = max(1, min(32, budget // 4))
+    snap = SnapKV(window=window)
     return {
         "uncompressed": ("layer", None),
         "StreamingLLM": ("layer", Compression(StreamingLLM(), budget, every)),
@@ -97,8 +98,9 @@ def methods(net: Any, load: Load) -> dict[str, tuple[Any, Compression | None]]:
         "KeyNorm": ("layer", Compression(KeyNorm(), budget, every)),
         "LagKV": ("layer", Compression(LagKV(lag=64), budget, every)),
         "SnapKV": ("layer", Compression(snap, budget, every)),
+        "SnapKV, in pieces": ("layer", Compression(snap, budget, every, chunk=budget)),
         "SnapKV, by layer": ("layer", Compression(snap, sloped, every)),
-        "H2O": ("layer", Compression(H2O(queries=128), budget, every)),
+        "H2O": ("layer", Compression(H2O(recent=window, queries=128), budget, every)),
         "ExpectedAttention": ("layer", Compression(ExpectedAttention.for_model(net, queries=256), budget, every)),
         "AdaKV(KeyNorm), by head": ("head", Compression(AdaKV(KeyNorm()), budget, every)),
         "AdaKV(SnapKV), by head": ("head", Compression(AdaKV(snap), budget, every)),
