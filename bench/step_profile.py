@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from bench.peers import Setting, load
@@ -28,8 +29,12 @@ class Clock:
 
     def wrap(self, owner: Any, name: str, part: str) -> None:
         """Charge a method to a part from now on."""
-        inner: Callable[..., Any] = getattr(owner, name)
+        try:
+            setattr(owner, name, self._timed(getattr(owner, name), part))
+        except AttributeError:  # an object without room for attributes: its class is charged, this process has one
+            setattr(type(owner), name, self._timed(getattr(type(owner), name), part))
 
+    def _timed(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             self._enter(part)
             try:
@@ -37,7 +42,12 @@ class Clock:
             finally:
                 self._leave()
 
-        setattr(owner, name, timed)
+        return timed
+
+    def wrap_call(self, owner: Any, part: str) -> None:
+        """Charge calls of an object itself to a part."""
+        cls = type(owner)
+        owner.__class__ = type(cls.__name__, (cls,), {"__call__": self._timed(cls.__call__, part)})
 
     def _enter(self, part: str) -> None:
         self._charge()
@@ -53,7 +63,7 @@ class Clock:
         self._since = now
 
 
-def profile(name: str, setting: Setting, *, limit: int | None = None) -> str:
+def profile(name: str, setting: Setting, *, limit: int | None = None, sampling: dict[str, Any] | None = None) -> str:
     """Run a workload on paged-kv and say where its time goes, as a table."""
     import torch
     from transformers import AutoTokenizer
@@ -67,7 +77,8 @@ def profile(name: str, setting: Setting, *, limit: int | None = None) -> str:
         warm = workload(name, stream, limit=1, shift=7)
         llm.generate([list(warm[0].prompt)], SamplingParams(max_tokens=4, temperature=0.0), use_tqdm=False)
         jobs = workload(name, stream, limit=limit)
-        params = [SamplingParams(temperature=0.0, max_tokens=job.num_output, ignore_eos=True) for job in jobs]
+        base = SamplingParams.from_mapping({"temperature": 0.0, "ignore_eos": True} | (sampling or {}))
+        params = [replace(base, max_tokens=job.num_output) for job in jobs]
         clock = timed(llm)
         before = llm.engine.stats()
         clock.seconds.clear()
@@ -99,6 +110,8 @@ def timed(llm: Any) -> Clock:
     clock.wrap(engine.memory, "append", "allocator")
     clock.wrap(engine.memory, "step", "allocator")
     clock.wrap(engine.memory, "commit", "allocator")
+    for group in engine.memory.groups:
+        clock.wrap(group.store, "resize", "pool growth")
     clock.wrap(engine._runner, "forward", "rest of forward")
     clock.wrap(engine._searcher, "take", "taking tokens")
     clock.wrap(engine._searcher, "verify", "taking tokens")
@@ -107,27 +120,6 @@ def timed(llm: Any) -> Clock:
     for module in engine._runner._model.modules():
         if isinstance(module, torch.nn.Linear):
             clock.wrap(module, "forward", "linear")
-    backend = engine._runner._cache._backend
-    _time_backend(clock, backend)
-    inner = engine._searcher._sampler
-
-    class Timed(type(inner)):  # type: ignore[misc]
-        """The sampler, charged for its calls."""
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            clock._enter("sampling")
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                clock._leave()
-
-    inner.__class__ = Timed
+    clock.wrap(engine._runner._cache._backend, "attend", "attention")
+    clock.wrap_call(engine._searcher._sampler, "sampling")
     return clock
-
-
-def _time_backend(clock: Clock, backend: Any) -> None:
-    """Charge a backend's attention, also where its class has no room for an attribute."""
-    try:
-        clock.wrap(backend, "attend", "attention")
-    except AttributeError:
-        clock.wrap(type(backend), "attend", "attention")

@@ -193,6 +193,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--python", type=_pair, action="append", default=[], help="NAME=PATH: Python that runs a peer")
     parser.add_argument("--peer-model", type=_pair, action="append", default=[], help="NAME=PATH: a peer's own model")
+    parser.add_argument(
+        "--sampling", type=json.loads, default={}, help="with --profile: parameters, as JSON; else greedy"
+    )
     parser.add_argument("--profile", action="store_true", help="where the time of paged-kv goes, instead of comparing")
     parser.add_argument("--options", type=json.loads, default={}, help="options of the engine, as JSON")
     parser.add_argument("--json", type=Path, help="write the figures here too")
@@ -230,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
 
         setting = Setting(parsed.model, parsed.dtype, parsed.threads, parsed.options)
         for name in names:
-            print(profile(name, setting, limit=parsed.limit))
+            print(profile(name, setting, limit=parsed.limit, sampling=parsed.sampling))
         return
     records = measure(names, parsed.peers, parsed)
     show(records)

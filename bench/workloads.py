@@ -36,6 +36,7 @@ class Job:
 
 def token_stream(tokenizer: Any) -> list[int]:
     """A long stream of token ids of natural text."""
+    tokenizer.model_max_length = 1 << 62  # the stream is cut before any model sees it: no warning that it is long
     texts = []
     if LICENCES.is_dir():
         files = sorted(path for path in LICENCES.iterdir() if path.is_file() and not path.is_symlink())
