@@ -7,6 +7,7 @@ Does not know: pages.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,17 @@ def layer_windows(config: Any) -> dict[int, int | None]:
         for index, layer in enumerate(native_layers(config))
         if is_pageable(layer)
     }
+
+
+def window_of(rest: Sequence[torch.Tensor | None]) -> int | None:
+    """The sliding window in what iterating over a cache gives of a layer behind its keys and values, if any."""
+    return int(rest[0]) if rest and rest[0] is not None else None
+
+
+def shares(config: Any, layer: object) -> bool:
+    """Whether a layer has no keys of its own but reads another layer's."""
+    shared, total = getattr(config, "num_kv_shared_layers", 0) or 0, getattr(config, "num_hidden_layers", 0)
+    return isinstance(layer, int) and total - shared <= layer < total
 
 
 def layer_config(config: Any, layer: int) -> Any:
@@ -107,6 +119,31 @@ def default_attention(model: Any) -> str:
 def query_length(query: int | torch.Tensor) -> int:
     """The number of queries from what `get_mask_sizes` is given: an int, or 5.2's `cache_position`."""
     return query if isinstance(query, int) else int(query.shape[0])
+
+
+def restarts(passed: Sequence[Any], named: Mapping[str, Any], num_columns: int, seen: int) -> bool:
+    """Whether a forward feeds a whole sequence again to a cache that holds it: what generating without a cache does.
+
+    Args:
+        passed: What `update` was given by position behind the layer (5.2: a dict with `cache_position`).
+        named: What it was given by name (from 5.24 on: `kwargs`, a dict with `use_cache` and `position_ids`).
+        num_columns: New columns.
+        seen: Columns that the cache holds.
+    """
+    if seen == 0 or num_columns != seen + 1:
+        return False
+    told = [entry for entry in (*passed, *named.values()) if isinstance(entry, dict)]
+    for entry in told:
+        positions = entry.get("cache_position", entry.get("position_ids"))
+        if entry.get("use_cache") is False or (isinstance(positions, torch.Tensor) and int(positions.min()) == 0):
+            return True
+    return False
+
+
+def generates_without_cache(model: Any) -> bool:
+    """Whether `model.generate` feeds the whole sequence at every step unless it is told otherwise."""
+    settings = getattr(model, "generation_config", None) or text_config(model)
+    return getattr(settings, "use_cache", True) is False
 
 
 def tokens_to_remove(argument: int, seen: int) -> int:

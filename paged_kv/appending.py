@@ -10,21 +10,22 @@ aside and turned into pages when the next one begins.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache, DynamicLayer
 
 from allocator import KVError
 from paged_kv import _compat
 from paged_kv.batch import BatchSizeChanged, PagedBatch
-from paged_kv.forward import ATTENTION, HANDLE, Forward, LayerHandle, without_graph
+from paged_kv.forward import BACKENDS, HANDLE, Forward, LayerHandle, uncompiled, without_graph
 from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
+from paged_kv.lengths import LengthsCache
 from paged_kv.memory import PagedMemory
 from paged_kv.rows import RowMap, pack
 from paged_kv.spec import KVSpec, Lanes, learn_specs, shape_of
@@ -33,7 +34,11 @@ from paged_kv.spec import KVSpec, Lanes, learn_specs, shape_of
 TRIM_SLACK = 0.01
 
 
-class AppendingCache(DynamicCache):
+class SequenceFedAgain(KVError, ValueError):
+    """Raised when a forward brings the tokens that the cache holds once more. Do: use_cache=True, or no cache."""
+
+
+class AppendingCache(LengthsCache):
     """The half of `PagedCache` that appends: construction, forwards, learning the shapes of layers."""
 
     def __init__(
@@ -63,6 +68,10 @@ class AppendingCache(DynamicCache):
         Raises:
             ValueError: Offloading was asked for, or an argument is out of range.
         """
+        if hasattr(ddp_cache_data, "get_text_config"):
+            raise TypeError("PagedCache takes a model's config by name: PagedCache(config=model.config)")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
         if offloading:
             raise ValueError("offloading=True is not supported: pages stay on their device; give a smaller budget")
         if unknown := set(budget) - {"num_pages", "kv_cache_bytes", "memory_fraction"}:
@@ -81,9 +90,21 @@ class AppendingCache(DynamicCache):
         self._assigned: dict[str, Any] = {}
         natives = [] if config is None else _compat.native_layers(config)
         Cache.__init__(self, layers=[self._layer_like(index, native) for index, native in enumerate(natives)])
-        for index, (keys, values, *_) in enumerate(ddp_cache_data or ()):
-            if keys is not None and values is not None:
-                self.update(keys, values, index)
+        self._copy_in(list(ddp_cache_data or ()), config is None)
+
+    def _copy_in(self, data: list[tuple[Tensor | None, ...]], adds_layers: bool) -> None:
+        """Take over another cache's layers: keys, values and perhaps a window each."""
+        longest = max((keys.shape[2] for keys, *_ in data if keys is not None), default=0)
+        for index, (keys, values, *window) in enumerate(data):
+            if adds_layers:
+                self.layers.append(PagedLayer(self, index, _compat.window_of(window)))
+            if keys is None or values is None:
+                continue
+            if getattr(self.layers[index], "sliding_window", None) is not None:
+                # A window holds the newest tokens only; what slid out of it is never read.
+                gone = (0, 0, longest - keys.shape[2], 0)
+                keys, values = pad(keys, gone), pad(values, gone)
+            self.update(keys, values, index)
 
     def _layer_like(self, index: int, native: Any) -> Any:
         if not _compat.is_pageable(native):
@@ -101,6 +122,7 @@ class AppendingCache(DynamicCache):
 
     # -- a forward pass ----------------------------------------------------------------------------------------------
 
+    @uncompiled
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -118,7 +140,9 @@ class AppendingCache(DynamicCache):
 
         Raises:
             OutOfPages: The first layer of a forward reserves for all of them, so nothing was written yet.
-            BatchSizeChanged: Other rows than the cache holds; nothing changed.
+            BatchSizeChanged: Other rows than the cache holds.
+            SequenceFedAgain: The tokens that the cache holds are fed once more, as with `use_cache=False`.
+            KVError: Stock attention cannot read layers of these lengths. After any of these the cache is as before.
         """
         while len(self.layers) <= layer_idx:
             self.layers.append(PagedLayer(self, len(self.layers)))
@@ -127,23 +151,55 @@ class AppendingCache(DynamicCache):
             return layer.update(key_states, value_states, *args, **kwargs)
         forward = self._forward
         if forward is None or layer_idx in forward.done:
+            self._require_new_tokens(key_states, args, kwargs)
             forward = self._begin(key_states)
         if key_states.shape[2] != forward.num_columns:
             return self._set_apart(layer_idx).update(key_states, value_states)
-        if forward.step is not None and not self._fits(layer_idx, key_states, value_states):
-            self._unlearn(forward, layer_idx, key_states, value_states)
+        try:
+            return self._append(forward, layer_idx, key_states, value_states)
+        except (KVError, ValueError):
+            self._abandon(forward)
+            raise
+
+    def _append(self, forward: Forward, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put a layer's new tokens into the slots that the forward has reserved for them."""
+        if forward.step is not None and not self._fits(layer_idx, keys, values):
+            self._unlearn(forward, layer_idx, keys, values)
         forward.done.add(layer_idx)
         if forward.step is None:
-            forward.stash[layer_idx] = (key_states, value_states)
-            return key_states, value_states
-        keys, values = key_states.detach(), value_states.detach()
-        forward.step.write(layer_idx, pack(keys, forward.packing), pack(values, forward.packing))
+            forward.stash[layer_idx] = (keys, values)
+            return keys, values
+        forward.step.write(layer_idx, pack(keys.detach(), forward.packing), pack(values.detach(), forward.packing))
         if not self._reads_pages():
             dense = self._dense(layer_idx, forward.num_columns)
-            return without_graph(dense[0], key_states), without_graph(dense[1], value_states)
+            return without_graph(dense[0], keys), without_graph(dense[1], values)
         assert self._batch is not None
-        setattr(key_states, HANDLE, LayerHandle(layer_idx, forward, self._batch))
-        return key_states, value_states
+        setattr(keys, HANDLE, LayerHandle(layer_idx, forward, self._batch))
+        return keys, values
+
+    def _require_new_tokens(self, keys: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a forward that brings again what the cache holds, before anything is reserved for it.
+
+        Raises:
+            SequenceFedAgain: It was told not to use the cache, or counts its positions from 0.
+        """
+        seen = self.get_seq_length()
+        if _compat.restarts(args, kwargs, keys.shape[2], seen):
+            raise SequenceFedAgain(
+                f"a cache that holds {seen} tokens was given a sequence of {keys.shape[2]} from its beginning, as "
+                "generating with use_cache=False does: the tokens would be appended again; pass use_cache=True, or "
+                "reset() the cache"
+            )
+
+    def _abandon(self, forward: Forward) -> None:
+        """Take back what a forward that failed has reserved, so that the cache is as it was before it."""
+        batch, self._forward = self._batch, None
+        if batch is None or forward.step is None:
+            return
+        batch.drop(forward.num_columns)
+        if batch.rows.num_columns == 0:
+            batch.close()
+            self._batch = None
 
     def _begin(self, key_states: Tensor) -> Forward:
         """Start a forward: settle the last one, then reserve slots for the new columns in all layers."""
@@ -200,7 +256,7 @@ class AppendingCache(DynamicCache):
             keys, values = (pack(part.detach(), forward.packing) for part in states)
             step.write(index, keys, values)
         for index, (keys, values) in forward.assigned.items():
-            batch.assign(index, keys, values, 0)
+            batch.assign(index, keys, values, self._window_offset(index, forward.num_columns))
         self._batch, self._forward = batch, None
 
     def _fits(self, layer_idx: int, keys: Tensor, values: Tensor) -> bool:
@@ -243,14 +299,6 @@ class AppendingCache(DynamicCache):
         self.layers[layer_idx] = native
         return native
 
-    @abstractmethod
-    def _dense(self, layer_idx: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """Dense K and V of a layer, its `num_new` newest columns included, for attention that reads no pages."""
-
-    @abstractmethod
-    def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Tokens seen so far."""
-
     def note_padding(self, mask: Tensor | None) -> bool:
         """Take the padding of the coming forward from its 2-D attention mask.
 
@@ -259,22 +307,16 @@ class AppendingCache(DynamicCache):
 
         Returns:
             Whether the mask hides a token that the cache holds.
+
+        Raises:
+            BatchSizeChanged: Other rows than the cache holds; nothing changed.
         """
         self._settle()
         seen = self.get_seq_length()
         self._padding = None
+        if mask is not None and self._batch is not None and mask.shape[0] != len(self._batch.seqs):
+            raise BatchSizeChanged(len(self._batch.seqs), mask.shape[0])
         if mask is None or mask.shape[1] <= seen or bool(mask.all()):
             return False
         self._padding = mask[:, seen:].cpu().numpy().astype(bool)
         return self._batch is not None and self._batch.rows.hides(mask)
-
-    def _reads_pages(self) -> bool:
-        """Whether the attention that runs now reads pages by handle; else it needs dense tensors."""
-        return self._is_paged() and not _compat.needs_dense_keys(self._config)
-
-    def _is_paged(self) -> bool:
-        """Whether the model's attention is ours."""
-        return self._config is not None and _compat.attention_of(self._config) == ATTENTION
-
-    def _paged_layers(self) -> list[PagedLayer]:
-        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]

@@ -16,7 +16,7 @@ from torch import Tensor
 from allocator import KVError
 from paged_kv import _compat
 from paged_kv.cropping import CroppingCache, EmptyCache
-from paged_kv.forward import ATTENTION, MaskLength
+from paged_kv.forward import ATTENTION
 from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
 from paged_kv.memory import PagedMemory
@@ -51,7 +51,16 @@ class PagedCache(CroppingCache):
 
         Raises:
             UnsupportedModel: No layer of the model keeps plain keys and values.
+            TypeError: Not a model.
+            ValueError: The model is set to generate without a cache.
         """
+        if not hasattr(model, "config") or not hasattr(model, "set_attn_implementation"):
+            raise TypeError(f"for_model takes a transformers model that is loaded, got {model!r:.80}")
+        if _compat.generates_without_cache(model):
+            raise ValueError(
+                f"{type(model).__name__} is set to use_cache=False and would append the whole sequence again at every "
+                "step; set model.generation_config.use_cache = True"
+            )
         cache = cls(config=model.config, page_size=page_size, lanes=lanes, **options)
         if not any(isinstance(layer, PagedLayer) for layer in cache.layers):
             raise UnsupportedModel(f"{type(model).__name__} has no layer with plain keys and values to page")
@@ -61,80 +70,7 @@ class PagedCache(CroppingCache):
             model.set_attn_implementation(ATTENTION)
         return cache
 
-    # -- lengths and masks -------------------------------------------------------------------------------------------
-
-    def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """Tokens seen so far (columns, padding included); with a layer, the live tokens of its longest row.
-
-        Positions follow the first, memory the second. They are equal until something is cropped.
-        """
-        forward, batch = self._forward, self._batch
-        if layer_idx is not None and layer_idx < len(self.layers):
-            layer = self.layers[layer_idx]
-            if not isinstance(layer, PagedLayer):
-                return int(layer.get_seq_length()) if _compat.is_attention(layer) else self.get_seq_length()
-            if batch is not None and layer_idx in batch.cropped:
-                return int(batch.live_lens(layer_idx).max(initial=0))
-            if forward is not None and layer_idx in forward.assigned:
-                return forward.assigned[layer_idx][0].shape[2]
-        if batch is not None:
-            return batch.rows.num_columns
-        return 0 if forward is None else forward.rows.num_columns
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where the next query stands: tokens seen so far, whatever the layer still holds."""
-        return self.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int | Tensor, layer_idx: int = 0) -> tuple[int, int]:
-        """Length and offset of the columns that a mask for this layer must cover.
-
-        Args:
-            query_length: Number of queries (5.2 passes their positions instead).
-            layer_idx: Model layer index.
-        """
-        num_queries = _compat.query_length(query_length)
-        seen = self.get_seq_length()
-        offset = 0
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        if layer is not None and not isinstance(layer, PagedLayer) and _compat.is_attention(layer):
-            sizes: tuple[int, int] = layer.get_mask_sizes(query_length)
-            return sizes
-        if not self._is_paged():
-            offset = self._dense_offset(layer_idx, seen)
-        return MaskLength(seen - offset + num_queries, self), offset
-
-    def _dense_offset(self, layer_idx: int, seen: int) -> int:
-        """The first column that stock attention is given of a layer, with `seen` columns before the new ones."""
-        batch = self._batch
-        if batch is not None and batch.cropped:
-            return seen - min(seen, batch.longest_live())
-        return self._window_offset(layer_idx, seen)
-
-    def _window_offset(self, layer_idx: int, seen: int) -> int:
-        """The first column that a windowed layer still needs when `seen` columns lie before the new ones."""
-        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
-        window = getattr(layer, "sliding_window", None)
-        return 0 if window is None else max(0, seen - window + 1)
-
-    def _dense(self, layer_idx: int, num_new: int) -> tuple[Tensor, Tensor]:
-        """Dense K and V for stock attention, shaped as the mask of `get_mask_sizes` was.
-
-        Raises:
-            KVError: Rows or layers of different lengths, which only the attention "paged_kv" can read.
-        """
-        batch = self._batch
-        assert batch is not None
-        if not batch.cropped or (self._is_paged() and layer_idx not in batch.cropped):
-            offset = 0 if self._is_paged() else self._dense_offset(layer_idx, batch.rows.num_columns - num_new)
-            return batch.in_columns(layer_idx, offset)
-        live = batch.live_lens(layer_idx)
-        if not self._is_paged() and (live.min() != live.max() or (num_new > 1 and live.max() != batch.longest_live())):
-            raise KVError(
-                f"layer {layer_idx} holds {live.min()} to {live.max()} tokens and the longest layer "
-                f"{batch.longest_live()}: only the attention {ATTENTION!r} reads cropped layers of different lengths; "
-                f"call model.set_attn_implementation({ATTENTION!r})"
-            )
-        return batch.compact(layer_idx)
+    # -- dense layers --------------------------------------------------------------------------------------------------
 
     def dense_layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
         """Private dense copies of a layer's K and V, or None before its first update: what `layer.keys` returns.
@@ -142,7 +78,9 @@ class PagedCache(CroppingCache):
         Columns as seen while nothing was cropped (a window's last ones), else the live tokens alone.
         """
         if self._forward is not None and layer_idx in self._forward.stash:
-            return self._forward.assigned.get(layer_idx, self._forward.stash[layer_idx])
+            offset = self._window_offset(layer_idx, self._forward.num_columns)
+            whole = self._forward.stash[layer_idx]
+            return self._forward.assigned.get(layer_idx, (whole[0][:, :, offset:], whole[1][:, :, offset:]))
         if not self.has_layer(layer_idx):
             return None
         batch = self._batch
@@ -180,12 +118,6 @@ class PagedCache(CroppingCache):
         """The column of each live token of a layer: int64 `[rows, lanes, longest]`, -1 behind a shorter row's end."""
         assert self._batch is not None
         return self._batch.live_columns(layer_idx)
-
-    def has_layer(self, layer_idx: int) -> bool:
-        """Whether a paged layer holds anything, in pages or while its shape is being learnt."""
-        if self._forward is not None and layer_idx in self._forward.stash:
-            return True
-        return self._batch is not None and layer_idx in self._batch.memory.layers
 
     # -- rows and rollback -------------------------------------------------------------------------------------------
 
@@ -254,9 +186,6 @@ class PagedCache(CroppingCache):
         if self._batch is not None:
             self._batch.select(indices)
             self._forward = None
-
-    def _native_layers(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
 
     def reset(self) -> None:
         """Drop all tokens and give their pages back; the next forward may bring another number of rows."""

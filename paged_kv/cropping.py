@@ -99,6 +99,10 @@ class CroppingCache(AppendingCache):
         Raises:
             KVError: Unknown layer, negative or fractional budget, an empty cache; nothing changed.
         """
+        if not isinstance(budgets, Mapping):
+            raise KVError(f"budgets must map layers to numbers of tokens, got {budgets!r:.80}")
+        if not callable(getattr(policy, "keep", None)):
+            raise KVError(f"policy must be one of paged_kv.compression, an object with keep(), got {policy!r:.80}")
         if getattr(policy, "rerotate", False):
             raise KVError("crop_layers does not turn keys: use paged_kv.compression.compress for rerotate=True")
         for layer_idx, budget in budgets.items():
@@ -136,7 +140,8 @@ class CroppingCache(AppendingCache):
         if self._batch is None:
             raise EmptyCache("the cache holds no tokens: run a forward before cropping")
         if layer_idx not in self._batch.memory.layers:
-            raise KVError(f"no paged layer {layer_idx}; paged layers are {self._batch.memory.layers}")
+            own = "; it reads the keys and values of another layer" if _compat.shares(self._config, layer_idx) else ""
+            raise KVError(f"no paged layer {layer_idx}{own}; paged layers are {self._batch.memory.layers}")
         return self._batch
 
     def _rows(self, row: int | None) -> list[int]:

@@ -6,8 +6,11 @@ Does not know: how a cache begins or ends a forward, how attention is computed.
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +23,16 @@ from paged_kv.step import Step
 if TYPE_CHECKING:
     from paged_kv.cache import PagedCache
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 #: The name under which attention and mask are registered with transformers.
 ATTENTION = "paged_kv"
 #: The attribute of a key tensor under which its handle travels from `update` to the attention function.
 HANDLE = "paged_kv_handle"
+
+
+#: Names of attention backends, the preferred ones first; "auto" takes the first that can run a call.
+BACKENDS = ("auto", "cpu", "varlen", "triton", "sdpa")
 
 
 class MaskLength(int):
@@ -36,6 +45,29 @@ class MaskLength(int):
         number = super().__new__(cls, length)
         number.cache = cache
         return number
+
+
+#: The cache that was asked for the sizes of a mask by compiled code, until the mask function takes it.
+_asked = threading.local()
+
+
+def remember_for_mask(cache: PagedCache) -> None:
+    """Note which cache the next mask of this thread is for, where compiled code has no `MaskLength` to say it."""
+    _asked.cache = weakref.ref(cache)
+
+
+def cache_of_mask(kv_length: int) -> PagedCache | None:
+    """The cache that a mask of this length is made for, None if it is for none; what was remembered is forgotten."""
+    remembered, _asked.cache = getattr(_asked, "cache", None), None
+    if isinstance(kv_length, MaskLength):
+        return kv_length.cache
+    return None if remembered is None else remembered()
+
+
+def uncompiled(function: Function) -> Function:
+    """Let `torch.compile` break its graph at a function instead of tracing it: tables change with every token."""
+    disabled: Function = torch.compiler.disable(function)
+    return disabled
 
 
 class GradientsNeeded(KVError):

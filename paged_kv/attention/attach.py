@@ -19,7 +19,7 @@ from paged_kv.attention.base import AttentionOptions, handle_of
 from paged_kv.attention.masks import LazyMask, paged_mask, take_columns
 from paged_kv.attention.sdpa import attend_dense
 from paged_kv.attention.select import pick_backend
-from paged_kv.forward import ATTENTION, LayerHandle, without_graph
+from paged_kv.forward import ATTENTION, LayerHandle, uncompiled, without_graph
 
 #: The engine's name for the same attention: without a mask function, so that no mask is made.
 PACKED_ATTENTION = "paged_kv_packed"
@@ -28,6 +28,7 @@ PACKED_ATTENTION = "paged_kv_packed"
 _pick = lru_cache(pick_backend)
 
 
+@uncompiled
 def paged_attention(
     module: Any,
     query: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paged_kv import _compat
 from paged_kv.cache import PagedCache
-from paged_kv.forward import MaskLength
+from paged_kv.forward import cache_of_mask, uncompiled
 
 
 class LazyMask:
@@ -79,6 +79,7 @@ def take_columns(mask: Tensor, columns: Tensor) -> Tensor:
     return taken & ~absent if mask.dtype == torch.bool else taken.masked_fill(absent, torch.finfo(mask.dtype).min)
 
 
+@uncompiled
 def paged_mask(**arguments: Any) -> LazyMask | Tensor | None:
     """The mask function registered as "paged_kv".
 
@@ -88,9 +89,8 @@ def paged_mask(**arguments: Any) -> LazyMask | Tensor | None:
     Returns:
         A `LazyMask` if the call is for a `PagedCache`, else what SDPA would be given.
     """
-    kv_length = arguments["kv_length"]
-    if not isinstance(kv_length, MaskLength):
+    cache = cache_of_mask(arguments["kv_length"])
+    if cache is None:
         return _compat.sdpa_mask(**arguments)
-    cache = kv_length.cache
     hides = cache.note_padding(arguments.get("attention_mask"))
     return LazyMask(cache, arguments, hides)

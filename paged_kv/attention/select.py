@@ -19,6 +19,7 @@ from paged_kv.attention.base import AttentionOptions, Backend
 from paged_kv.attention.cpu import build as cpu_build
 from paged_kv.attention.cpu.backend import CpuBackend
 from paged_kv.attention.sdpa import SdpaBackend
+from paged_kv.forward import BACKENDS
 from paged_kv.store import LayerView
 
 
@@ -68,7 +69,7 @@ _ENTRIES = (
     _Entry("triton", _triton, _triton_reason),
     _Entry("sdpa", SdpaBackend, lambda device: None),
 )
-NAMES = ("auto", *(entry.name for entry in _ENTRIES))
+NAMES = BACKENDS
 
 
 class NoBackend(ValueError):

@@ -44,6 +44,8 @@ CROPS: list[Any] = [
     pytest.param(lambda c: c.crop_layers({0: -1}, KeyNorm()), "-1", id="negative budget"),
     pytest.param(lambda c: c.crop_layers({0: 0.5}, KeyNorm()), "0.5", id="a ratio for a budget"),
     pytest.param(lambda c: c.crop_layers({0: 8}, StreamingLLM(rerotate=True)), "rerotate", id="keys that turn"),
+    pytest.param(lambda c: c.crop_layers(None, KeyNorm()), "map layers", id="no budgets"),
+    pytest.param(lambda c: c.crop_layers({0: 8}, "streaming"), "keep\\(\\), got 'streaming'", id="a policy by name"),
     pytest.param(lambda c: c.crop_layers({7: 3}, KeyNorm()), "layer 7", id="budget of an unknown layer"),
     pytest.param(lambda c: c.crop_layers({0: 3, 7: 3}, KeyNorm()), "layer 7", id="one good, one unknown layer"),
 ]
@@ -147,6 +149,7 @@ def test_another_model_is_refused_by_the_shape_of_its_keys(held: tuple[Any, Page
     other.set_attn_implementation("paged_kv")
     with torch.no_grad(), pytest.raises(ValueError, match="one cache per model"):
         other(tokens(1, 1), past_key_values=cache)
+    assert (cache.get_seq_length(), cache.layer_lengths()) == (20, [20] * 4)
 
 
 def test_a_padded_batch_grows_its_pool_on_demand_within_its_budget() -> None:
@@ -176,3 +179,55 @@ assert all(after[i][name] is function for i in (0, 1) for name, function in befo
 assert threading.active_count() == threads
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_what_is_no_model_and_a_config_in_the_wrong_place_are_named() -> None:
+    with pytest.raises(TypeError, match="got 'gpt2'"):
+        PagedCache.for_model("gpt2")
+    with pytest.raises(TypeError, match=r"config=model\.config"):
+        PagedCache(tiny_model("llama").config)
+    with pytest.raises(ValueError, match="backend must be one of auto"):
+        PagedCache.for_model(tiny_model("llama"), backend="x")
+
+
+def test_generating_without_a_cache_through_a_cache_is_refused() -> None:
+    model = tiny_model("llama")
+    inputs = padded(1, 8, [0])
+    for cache in (PagedCache(config=model.config), PagedCache.for_model(model)):
+        with pytest.raises(KVError, match="use_cache=True"):
+            model.generate(**inputs, past_key_values=cache, use_cache=False, max_new_tokens=4)
+        assert cache.get_seq_length() == 8
+        cache.check()
+    model.generation_config.use_cache = False
+    with pytest.raises(ValueError, match=r"generation_config\.use_cache = True"):
+        PagedCache.for_model(model)
+
+
+def test_generate_with_another_batch_or_no_new_text_says_so_and_the_cache_stays(held: tuple[Any, PagedCache]) -> None:
+    model, cache = held
+    with pytest.raises(KVError, match="reset"):
+        model.generate(**padded(2, 5, [0, 0]), past_key_values=cache, max_new_tokens=2)
+    with pytest.raises(KVError, match="holds 1 rows and was given 2"):
+        model.generate(**padded(2, 24, [0, 0]), past_key_values=cache, max_new_tokens=2)
+    assert cache.layer_lengths() == [20] * 4
+    model.generate(**padded(1, 24, [0]), past_key_values=cache, max_new_tokens=2, do_sample=False)
+    cache.check()
+
+
+def test_another_device_is_refused_and_the_cache_is_as_before(held: tuple[Any, PagedCache]) -> None:
+    _, cache = held
+    away = torch.zeros(1, 4, 1, 16, device="meta")
+    with pytest.raises(ValueError, match="on meta"):
+        cache.update(away, away, 0)
+    assert (cache.get_seq_length(), cache.layer_lengths()) == (20, [20] * 4)
+    cache.check()
+
+
+def test_a_layer_that_reads_anothers_keys_cannot_be_cropped() -> None:
+    model = tiny_model("gemma3n")
+    cache = PagedCache.for_model(model, page_size=4)
+    with torch.no_grad():
+        model(tokens(1, 10), past_key_values=cache)
+    with pytest.raises(KVError, match="keys and values of another layer"):
+        cache.crop_layer(5, keep_last=2)
+    cache.check()
