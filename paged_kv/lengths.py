@@ -37,7 +37,9 @@ class LengthsCache(DynamicCache):
         Positions follow the first, memory the second. They are equal until something is cropped.
         """
         forward, batch = self._forward, self._batch
-        if layer_idx is not None and layer_idx < len(self.layers):
+        if layer_idx is not None:
+            if layer_idx >= len(self.layers):
+                return 0  # a layer that no forward has reached yet
             layer = self.layers[layer_idx]
             if not isinstance(layer, PagedLayer):
                 return int(layer.get_seq_length()) if _compat.is_attention(layer) else self.get_seq_length()
@@ -60,8 +62,10 @@ class LengthsCache(DynamicCache):
 
     def _seen_by(self, layer_idx: int) -> int:
         """Tokens seen so far, without those of a forward that has not reached the layer yet."""
+        if layer_idx >= len(self.layers):
+            return 0
         seen = self.get_seq_length()
-        is_paged = layer_idx < len(self.layers) and isinstance(self.layers[layer_idx], PagedLayer)
+        is_paged = isinstance(self.layers[layer_idx], PagedLayer)
         return max(0, seen - self._coming(layer_idx)) if is_paged else seen
 
     @uncompiled
