@@ -66,7 +66,7 @@ def cache_of_mask(kv_length: int) -> PagedCache | None:
 
 def uncompiled(function: Function) -> Function:
     """Let `torch.compile` break its graph at a function instead of tracing it: tables change with every token."""
-    disabled: Function = torch.compiler.disable(function)
+    disabled: Function = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
