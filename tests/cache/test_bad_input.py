@@ -13,6 +13,7 @@ import torch
 
 from allocator import KVError, OutOfPages, StaleHandle
 from paged_kv import PagedCache
+from paged_kv._compat import CROP_REMOVES
 from paged_kv.compression import KeyNorm, StreamingLLM
 from tests.tiny import padded, tiny_model, tokens
 
@@ -205,8 +206,9 @@ def test_generating_without_a_cache_through_a_cache_is_refused() -> None:
 
 def test_generate_with_another_batch_or_no_new_text_says_so_and_the_cache_stays(held: tuple[Any, PagedCache]) -> None:
     model, cache = held
-    with pytest.raises(KVError, match="reset"):
-        model.generate(**padded(2, 5, [0, 0]), past_key_values=cache, max_new_tokens=2)
+    if CROP_REMOVES:  # the older release's `generate` itself fails on an input that is cut to nothing
+        with pytest.raises(KVError, match="reset"):
+            model.generate(**padded(2, 5, [0, 0]), past_key_values=cache, max_new_tokens=2)
     with pytest.raises(KVError, match="holds 1 rows and was given 2"):
         model.generate(**padded(2, 24, [0, 0]), past_key_values=cache, max_new_tokens=2)
     assert cache.layer_lengths() == [20] * 4
