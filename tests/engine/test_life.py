@@ -103,6 +103,15 @@ def test_an_engine_stepped_by_two_threads_says_what_to_use(llama):
             thread.join()
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where the tests were started in the background and ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_waits_for_the_step_and_leaves_a_working_engine(llama):
     prompt = prompts(1, seed=6)[0]
 
