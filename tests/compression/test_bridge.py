@@ -21,19 +21,12 @@ from tests.compression.press_models import (
     kept_by_press,
     kept_by_us,
     plain,
-    press_model,
     prompts,
     run,
 )
 
 kvpress = pytest.importorskip("kvpress")
 from kvpress.attention_patch import attention_patch  # noqa: E402 - after the check that it is there
-
-
-@pytest.fixture
-def model() -> Any:
-    return press_model()
-
 
 UNEVEN: list[Any] = [
     pytest.param(lambda: kvpress.PyramidKVPress(0.5, window_size=8), [117, 81, 44, 8], id="pyramid"),

@@ -17,17 +17,11 @@ from tests.compression.press_models import (
     kept_by_press,
     kept_by_us,
     plain,
-    press_model,
     prompts,
     run,
 )
 
 kvpress = pytest.importorskip("kvpress")
-
-
-@pytest.fixture
-def model() -> Any:
-    return press_model()
 
 
 @BOTH_WAYS
