@@ -15,9 +15,10 @@ from torch import Tensor
 
 from paged_kv.engine.batch import Batch, Span
 from paged_kv.engine.beam import BeamSearch
+from paged_kv.engine.drawing import likeliest
 from paged_kv.engine.grammar import GrammarError
 from paged_kv.engine.request import Request, Row
-from paged_kv.engine.sampling import Draw, Sampler, top_logprobs
+from paged_kv.engine.sampling import Draw, NoTokenLeft, Sampler, tops_of
 from paged_kv.engine.scheduler import Scheduler
 from paged_kv.engine.stopping import take, watch
 from paged_kv.memory import PagedMemory
@@ -92,7 +93,7 @@ class Searcher:
         """Draw a token for each row, line by line."""
         for row, draw in zip(rows, self._sampler(logits, rows), strict=True):
             self.num_tokens += 1
-            if isinstance(draw, GrammarError):
+            if isinstance(draw, NoTokenLeft):
                 self.fail(row.request, str(draw))
             elif isinstance(draw, Exception):
                 self.fail(row.request, f"a logits processor raised {type(draw).__name__}: {draw}")
@@ -148,10 +149,10 @@ class Searcher:
         spans = [span for span in batch.spans if span.row.draft]
         if not spans:
             return
-        likeliest = logits.argmax(-1).tolist()
+        given_tokens = likeliest(logits).tolist()
         for span in spans:
             row = span.row
-            given = likeliest[span.first : span.first + span.count]
+            given = given_tokens[span.first : span.first + span.count]
             guessed = row.draft[: span.count - 1]
             num_right = 0
             while num_right < len(guessed) and guessed[num_right] == given[num_right]:
@@ -184,10 +185,11 @@ class Searcher:
         number = request.params.prompt_logprobs or 0
         for start in range(0, known, 64):
             lines = logits[span.first + start : span.first + min(known, start + 64)]
-            for offset, logprobs in enumerate(torch.log_softmax(lines.float(), -1)):
-                position = span.position + start + offset + 1
-                token = request.prompt_ids[position]
-                request.prompt_logprobs[position] = top_logprobs(token, logprobs, number, self._sampler.decode)
+            first = span.position + start + 1
+            tokens = request.prompt_ids[first : first + len(lines)]
+            logprobs = torch.log_softmax(lines.float(), -1)
+            tops = tops_of(tokens, logprobs, [number] * len(tokens), self._sampler.decode)
+            request.prompt_logprobs[first : first + len(tokens)] = tops
 
     # -- beams -------------------------------------------------------------------------------------------------------
 
@@ -197,7 +199,10 @@ class Searcher:
         beams = list(request.rows)
         last_line = {span.row: span.first + span.count - 1 for span in spans}
         logprobs = torch.log_softmax(logits[[last_line[beam] for beam in beams]].float(), -1)
-        self._sampler.process(logprobs, beams)
+        failed = self._sampler.process(logprobs, beams)
+        if len(failed) == len(beams):
+            self.fail(request, str(next(iter(failed.values()))))
+            return
         children = search.advance(logprobs, [beam.output_ids for beam in beams])
         if not children:
             self._end_beams(request, search)

@@ -9,6 +9,7 @@ import torch
 from transformers.generation.logits_process import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -16,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from paged_kv.engine import SamplingParams
-from paged_kv.engine.drawing import Truncation, draw_truncated, draw_uniform
+from paged_kv.engine.drawing import Limits, draw, draw_uniform, largest, likeliest
 from paged_kv.engine.request import Request
 from paged_kv.engine.sampling import Draw, Sampler
 
@@ -58,6 +59,7 @@ CASES = [
     {"top_p": 0.9, "min_p": 0.02},
     {"top_k": 300, "top_p": 0.8, "min_p": 0.001},
     {"top_k": VOCAB * 2},
+    {},
 ]
 
 
@@ -70,12 +72,43 @@ def test_draws_follow_the_distribution_of_transformers_warpers(values, temperatu
     # Walk the whole range of the uniform number: a token is met in proportion to its probability, no other token is.
     steps = 4000
     uniform = (torch.arange(steps, dtype=torch.float64) + 0.5) / steps
-    limits = Truncation.of([params] * steps, VOCAB, scores.device)
+    limits = Limits.of([params] * steps, VOCAB, scores.device)
     for line, probabilities in zip(scores, expected, strict=True):
-        drawn = draw_truncated(line.expand(steps, -1) / temperature, limits, uniform)
+        drawn = draw(line.expand(steps, -1), limits, uniform)
         share = torch.bincount(drawn, minlength=VOCAB) / steps
         assert not bool(((probabilities == 0) & (share > 0)).any())
         assert torch.allclose(share, probabilities, atol=1.01 / steps + 1e-5)
+
+
+@pytest.mark.parametrize("columns", [7, 1500, 16 * 700, 49152, 50257])
+@pytest.mark.parametrize("number", [1, 50, 128])
+def test_the_largest_are_those_of_topk(columns, number):
+    values = torch.randn(5, columns, generator=torch.Generator().manual_seed(columns)).double()
+    expected = values.topk(min(number, columns))
+    best, where = largest(values, min(number, columns))
+    assert torch.equal(best, expected.values)
+    assert torch.equal(where, expected.indices)
+    # All of them in the last columns, of all of which one lies beside the lines.
+    values[:, -number:] += 100
+    assert torch.equal(largest(values, min(number, columns))[1], values.topk(min(number, columns)).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 7, 1500, 49152, 50257])
+def test_the_likeliest_is_the_first_of_equal_ones(columns, dtype):
+    values = (torch.randn(9, columns, generator=torch.Generator().manual_seed(1)) * 2).round().to(dtype)
+    values[0] = -torch.inf
+    values[1, columns // 2] = torch.nan
+    assert likeliest(values).tolist() == values.argmax(-1).tolist()
+    every_second = torch.randn(9, 2 * columns, generator=torch.Generator().manual_seed(1)).to(dtype)[:, ::2]
+    assert likeliest(every_second).tolist() == every_second.argmax(-1).tolist()
+
+
+def test_a_temperature_close_to_nothing_draws_the_likeliest():
+    scores = logits(4)
+    for values in ({}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}):
+        rows = [row(SamplingParams(temperature=1e-300, **values), output=[9] * i) for i in range(4)]
+        assert [each.token for each in Sampler()(scores.clone(), rows)] == scores.argmax(-1).tolist()
 
 
 def test_plain_temperature_draws_follow_the_softmax():
@@ -131,6 +164,55 @@ def test_repetition_penalty_is_transformers_own_on_ragged_rows():
     for i, each in enumerate(rows):
         theirs = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([each.tokens]), scores[i : i + 1].clone())
         assert torch.equal(mine[i], theirs[0])
+
+
+def test_bad_words_are_banned_as_by_transformers():
+    words = {"a": [40], "b": [41, 42], "c": [5, 6, 7, 8], "d": [9] * 12}
+    sampler = Sampler(encode=lambda text: words.get(text.strip(), []))
+    params = SamplingParams(temperature=0.0, bad_words=list(words))
+    rows = [row(params, output=output, sampler=sampler) for output in ([], [41], [3, 41], [9] * 30, [41, 42])]
+    scores = logits(5)
+    mine = scores.clone()
+    assert sampler.process(mine, rows) == {}
+    for i, each in enumerate(rows):
+        theirs = NoBadWordsLogitsProcessor(list(words.values()))(torch.tensor([each.tokens]), scores[i : i + 1].clone())
+        assert torch.equal(mine[i], theirs[0])
+    assert bool((mine[0] == -torch.inf)[[40, 8]].all())
+
+
+def test_penalties_of_many_rows_are_those_of_each_alone():
+    values = [
+        {"presence_penalty": 0.7, "frequency_penalty": -0.3},
+        {"repetition_penalty": 1.3},
+        {},
+        {"repetition_penalty": 0.8, "presence_penalty": 1.5, "logit_bias": {5: 2.0, 9: -1.0}},
+        {"frequency_penalty": 1.1, "min_tokens": 9, "allowed_token_ids": [1, 5, 8, 9]},
+    ]
+    outputs = [[8, 8, 9], [], [8], [5, 9, 9], [8, 5, 8]]
+    rows = [row(SamplingParams(**each), output=output) for each, output in zip(values, outputs, strict=True)]
+    scores = logits(5)
+    together = scores.clone()
+    Sampler(eos_ids=[2]).process(together, rows)
+    for i, each in enumerate(rows):
+        alone = scores[i : i + 1].clone()
+        Sampler(eos_ids=[2]).process(alone, [each])
+        assert torch.equal(together[i], alone[0])
+    assert torch.equal(together[2], scores[2])
+
+
+def test_a_row_without_a_token_left_or_without_numbers_is_its_own_failure():
+    def blown(ids, scores):
+        return scores * torch.nan
+
+    values = [
+        {"allowed_token_ids": [5], "logit_bias": {5: -float("inf")}},
+        {"logits_processors": [blown]},
+        {"temperature": 0.0, "allowed_token_ids": [5]},
+    ]
+    first, second, third = Sampler()(logits(3), [row(SamplingParams(**each)) for each in values])
+    assert "no token is left that the grammar, min_tokens, biases, allowed tokens and bad words all allow" in str(first)
+    assert str(second) == "the logits are no numbers (nan) after a logits processor"
+    assert third.token == 5
 
 
 def test_presence_and_frequency_penalties_count_the_output_only():
