@@ -13,7 +13,17 @@ from paged_kv.cache import PagedCache
 from paged_kv.spec import KVSpec, UnsupportedModel
 
 if TYPE_CHECKING:
-    from paged_kv.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+    from paged_kv.engine import (
+        LLM,
+        BeamSearchOutput,
+        BeamSearchParams,
+        BeamSearchSequence,
+        CompletionOutput,
+        RequestOutput,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from paged_kv.engine.intake import TextPrompt, TokensPrompt
     from paged_kv.optimize import optimize_for_cpu
 
@@ -21,10 +31,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "KVSpec",
     "PagedCache",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
     "TextPrompt",
@@ -39,8 +53,12 @@ __all__ = [
 #: Names that cost an import of their own, and where they are.
 _LAZY = {
     "LLM": "paged_kv.engine",
+    "BeamSearchOutput": "paged_kv.engine",
+    "BeamSearchParams": "paged_kv.engine",
+    "BeamSearchSequence": "paged_kv.engine",
     "CompletionOutput": "paged_kv.engine",
     "RequestOutput": "paged_kv.engine",
+    "RequestOutputKind": "paged_kv.engine",
     "SamplingParams": "paged_kv.engine",
     "StructuredOutputsParams": "paged_kv.engine",
     "TextPrompt": "paged_kv.engine.intake",

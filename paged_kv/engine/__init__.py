@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from paged_kv.engine.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from paged_kv.engine.compress import Compression
-from paged_kv.engine.params import InvalidParams, SamplingParams
+from paged_kv.engine.params import InvalidParams, RequestOutputKind, SamplingParams
 from paged_kv.engine.request import CompletionOutput, RequestOutput
 from paged_kv.engine.structured import StructuredOutputsParams
 
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "Compression",
     "Engine",
     "InvalidParams",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
 ]

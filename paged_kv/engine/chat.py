@@ -13,6 +13,8 @@ from paged_kv.engine.intake import InvalidRequest
 
 #: Types of content parts that are plain text, in OpenAI's two endpoints.
 _TEXT_PARTS = ("text", "input_text", "output_text")
+#: Arguments of vLLM's `chat` that are no business of the template's.
+_NOT_HERE = ("lora_request", "mm_processor_kwargs")
 
 
 def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **template: Any) -> dict[str, Any]:
@@ -26,16 +28,26 @@ def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **templat
     Raises:
         InvalidRequest: There is no tokenizer, or it has no chat template, or the template refuses the messages, or a
             message holds anything but text.
+        TypeError: One of vLLM's arguments that asks for what is not here.
     """
+    for name in _NOT_HERE:
+        if template.pop(name, None) is not None:
+            raise TypeError(f"chat takes no {name}: this engine runs one model on text")
+    template.pop("chat_template_content_format", None)  # content is always given as text
     template |= template.pop("chat_template_kwargs", None) or {}
     if tokenizer is None or not (template.get("chat_template") or getattr(tokenizer, "chat_template", None)):
         raise InvalidRequest("messages need a tokenizer with a chat template: give a prompt instead")
     if template.get("continue_final_message"):
         template.setdefault("add_generation_prompt", False)
     arguments = {"add_generation_prompt": True, "tokenize": False, **template}
+    given: Any = messages
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise InvalidRequest(f"a conversation is a list of messages, got {type(messages).__name__}")
     flat = [_flat(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(flat, **arguments)
+    except KeyError as error:
+        raise InvalidRequest(f"the chat template refused the messages: one of them has no {error}") from error
     except Exception as error:
         raise InvalidRequest(f"the chat template refused the messages: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]

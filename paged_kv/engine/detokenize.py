@@ -27,6 +27,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._window = 0  # first token that is decoded again
         self._read = 0  # first token whose text is not in `text` yet
+        self._found = 0  # where the stop string begins that was found
         self.text = ""
 
     def append(self, token: int, *, searchable: bool = True) -> str | None:
@@ -51,15 +52,23 @@ class Detokenizer:
         old = self._decode(self._ids[self._window : self._read])
         return self.text + self._decode(self._ids[self._window :])[len(old) :]
 
+    def settled(self) -> str:
+        """The text that no later token changes: whole characters, nothing that may begin a stop string."""
+        held = max((_overlap(self.text, stop) for stop in self._stop), default=0)
+        return self.text[: len(self.text) - held]
+
     def cut(self, stop: str, *, keep: bool) -> str:
         """The text up to a stop string that `append` reported, with it or without."""
-        start = self.text.find(stop, self._earliest)
-        return self.text[: start + len(stop)] if keep else self.text[:start]
+        return self.text[: self._found + len(stop)] if keep else self.text[: self._found]
 
     def _find(self, before: int) -> str | None:
-        self._earliest = max(0, before - max(map(len, self._stop)) + 1)
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, self._earliest)) >= 0]
-        return min(found)[1] if found else None
+        """The first stop string that ends behind the first `before` characters."""
+        starts = {stop: self.text.find(stop, max(0, before - len(stop) + 1)) for stop in self._stop}
+        found = [(at, stop) for stop, at in starts.items() if at >= 0]
+        if not found:
+            return None
+        self._found, stop = min(found)
+        return stop
 
     def _decode(self, ids: Sequence[int]) -> str:
         if not ids:
@@ -68,3 +77,9 @@ class Detokenizer:
             ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of a text with which a stop string begins, short of the whole of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((number for number in range(longest, 0, -1) if text.endswith(stop[:number])), 0)

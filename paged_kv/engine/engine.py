@@ -33,7 +33,7 @@ from paged_kv.engine.intake import (
     vocab_size_of,
 )
 from paged_kv.engine.options import EngineOptions
-from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.params import RequestOutputKind, SamplingParams
 from paged_kv.engine.plan import Limits, StepPlan
 from paged_kv.engine.request import Request, RequestOutput, Row
 from paged_kv.engine.runner import Runner
@@ -125,8 +125,8 @@ class Engine:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        scope: bytes = b"",
-        stream: bool = False,
+        scope: bytes | str = b"",
+        stream: bool | None = None,
     ) -> None:
         """Queue a request.
 
@@ -137,16 +137,25 @@ class Engine:
             params: How to continue.
             priority: Smaller runs earlier.
             scope: Prefixes are shared only between requests of equal scope.
-            stream: Whether `step` also returns this request's partial results.
+            stream: Whether `step` also returns this request's partial results; by default if `params.output_kind` asks
+                for them.
 
         Raises:
             InvalidRequest: The prompt is empty, too long, holds unknown tokens, or the id is taken.
+            TypeError: The parameters are no `SamplingParams`.
             EngineClosed: After `close`.
         """
         self._check_open()
         if request_id in self._requests:
             raise InvalidRequest(f"request id {request_id!r} is in use")
-        params = params or SamplingParams()
+        if type(priority) is not int:
+            raise InvalidRequest(f"priority is an integer, got {priority!r}")
+        scope = scope.encode() if isinstance(scope, str) else scope
+        if not isinstance(scope, bytes):
+            raise InvalidRequest(f"scope is bytes or text, got {scope!r}")
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params is a SamplingParams, got {params!r}")
         text, ids, logits_from = self._intake(prompt, params)
         if params.prompt_logprobs is not None and logits_from is None:
             logits_from = 0
@@ -168,11 +177,14 @@ class Engine:
                 request.crops = params.compression.for_layers(self.memory.layers, shares=shares)
             row = request.rows[0]
             row.sampler = self._sampler.prepare(params, seed)
-            watch(row, self.tokenizer, streams=stream)
+            kind = params.output_kind
+            request.streams = kind is not RequestOutputKind.FINAL_ONLY and (
+                kind is not None if stream is None else stream
+            )
+            watch(row, self.tokenizer, streams=request.streams)
             self._scheduler.add(request)
         except ValueError as error:
             raise InvalidRequest(str(error)) from error
-        request.streams = stream
         request.timings["arrival"] = self._clock()
         self._arrivals += 1
         self._requests[request_id] = request
@@ -226,14 +238,11 @@ class Engine:
         plan = self._scheduler.plan()
         for row, answer in plan.unfit:
             self._unfit(row, answer)
-        news: set[Request] = set()
-        if plan.rows:
-            news = self._compute(plan)
-        for request in news:
+        for request in self._compute(plan) if plan.rows else ():
             if request.finished:
                 self._finish(request)
-            elif request.streams:
-                self._finished.append(output.of_request(request, self.tokenizer, finished=False))
+            elif request.streams and (news := output.so_far(request, self.tokenizer)) is not None:
+                self._finished.append(news)
         finished, self._finished = self._finished, []
         return finished
 
@@ -303,7 +312,7 @@ class Engine:
     def _finish(self, request: Request) -> None:
         request.timings["finished"] = self._clock()
         self._meter.num_cached_tokens += request.num_cached_tokens
-        self._finished.append(output.of_request(request, self.tokenizer, finished=True))
+        self._finished.append(output.of_request(request, self.tokenizer))
         del self._requests[request.request_id]
 
     # -- state -------------------------------------------------------------------------------------------------------

@@ -11,10 +11,14 @@ from typing import Any, TypedDict
 
 from allocator import KVError
 from paged_kv._compat import text_config
-from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.params import SamplingParams, is_integer
 
 #: Text, token ids, or a mapping with `prompt` or `prompt_token_ids`.
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+#: Fields of a prompt that is a mapping.
+_FIELDS = ("prompt", "prompt_token_ids", "logits_from")
 
 
 class TextPrompt(TypedDict):
@@ -67,12 +71,18 @@ class Intake:
         if not isinstance(prompt, Mapping):
             return None, self._tokens(prompt), None
         text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        for name, value in prompt.items():
+            if name not in _FIELDS and value:
+                raise InvalidRequest(f"unknown field {name!r} of a prompt; known are {', '.join(_FIELDS)}")
         if isinstance(ids, str):
             raise InvalidRequest(f"prompt_token_ids is a list of token ids, got text {ids[:80]!r}: that is a prompt")
         if ids is None and text is None:
             raise InvalidRequest("a prompt mapping needs prompt or prompt_token_ids")
         tokens = self._tokens(prompt["prompt"] if ids is None else ids)
-        return text if isinstance(text, str) else None, tokens, prompt.get("logits_from")
+        logits_from = prompt.get("logits_from")
+        if logits_from is not None and (type(logits_from) is not int or not 0 <= logits_from < len(tokens)):
+            raise InvalidRequest(f"logits_from is a position of the prompt's {len(tokens)} tokens, got {logits_from!r}")
+        return text if isinstance(text, str) else None, tokens, logits_from
 
     def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -86,7 +96,7 @@ class Intake:
             prompt = prompt.tolist()  # an array or a tensor
         if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
             raise InvalidRequest(f"a prompt is text or a list of token ids, got {type(prompt).__name__}")
-        ids: list[Any] = list(prompt)
+        ids: list[Any] = [int(token) if is_integer(token) else token for token in prompt]
         for token in ids:
             if type(token) is not int or token < 0:
                 raise InvalidRequest(f"a prompt is text or a list of token ids, got {token!r} in it")

@@ -1,29 +1,41 @@
 """The offline front: prompts in, one result per prompt out, in order.
 
-Owns: turning bad prompts into results, bounded streams, threads that share one engine, the bar.
-Does not know: how requests are run, loaded, templated or scored.
+Owns: one result per prompt in order, bounded streams, the bar.
+Does not know: how requests are run, shared among threads, loaded, templated or scored.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from paged_kv.engine import output
+from paged_kv.engine.beams import BeamSearchOutput, BeamSearchParams, output_of
 from paged_kv.engine.chat import chat_prompt
 from paged_kv.engine.engine import Engine
 from paged_kv.engine.intake import InvalidRequest, Prompt
 from paged_kv.engine.loading import default_params, dtype_of, load_model, load_tokenizer
 from paged_kv.engine.options import options_of
-from paged_kv.engine.params import SamplingParams
+from paged_kv.engine.params import SamplingParams, is_integer
 from paged_kv.engine.request import RequestOutput
+from paged_kv.engine.runs import Runs, Work
 from paged_kv.engine.scoring import Score, score, split
-from paged_kv.engine.turns import Turns, interrupts_wait
+
+#: What makes a progress bar.
+Bar = Callable[..., Any]
+
+#: Methods of vLLM's that a script may ask for, and what is to be said.
+_NOT_HERE = {
+    **dict.fromkeys(("encode", "embed", "classify", "reward"), "this engine generates text, it pools nothing"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "there is one process, the model is LLM.model"),
+    **dict.fromkeys(("sleep", "wake_up"), "LLM.close gives all memory back"),
+    "llm_engine": "it is LLM.engine",
+    "get_metrics": "it is LLM.engine.stats()",
+    "set_tokenizer": "give LLM(..., tokenizer=...)",
+}
 
 
 class LLM:
@@ -38,7 +50,9 @@ class LLM:
     (4, 'length')
     """
 
-    def __init__(self, model: Any, *, tokenizer: Any = None, dtype: Any = None, **options: Any) -> None:
+    def __init__(
+        self, model: Any, *, tokenizer: Any = None, dtype: Any = None, skip_tokenizer_init: bool = False, **options: Any
+    ) -> None:
         """Open an engine on a loaded model, or on one loaded from a path.
 
         Args:
@@ -46,30 +60,33 @@ class LLM:
             tokenizer: Its tokenizer, or the path of one; read from the model's path if that is given.
             dtype: Element type to load with, by torch's object or name; the saved one by default. A loaded model stays
                 as it is.
-            **options: The fields of `EngineOptions`, also under vLLM's names; `trust_remote_code` and `revision` as
-                `from_pretrained` takes them.
+            skip_tokenizer_init: Load none: prompts are token ids, and results have no text.
+            **options: The fields of `EngineOptions`, also under vLLM's names; `trust_remote_code`, `revision`,
+                `hf_token` and `download_dir` for `from_pretrained`.
 
         Raises:
             ModelNotFound: The path holds no model.
             ModelInUse: Another engine runs on this model.
-            TypeError: An unknown option.
+            TypeError: An unknown option, or something of the wrong kind.
             ValueError: An option out of range, or one of vLLM's that asks for what is not here.
         """
         settings, how = options_of(options)
         if isinstance(tokenizer, (str, Path)):
-            tokenizer = load_tokenizer(tokenizer, **how)
+            tokenizer = load_tokenizer(tokenizer, needed=True, **how)
+        elif tokenizer is not None and not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(f"tokenizer is a transformers tokenizer or its path, got {tokenizer!r}")
         if isinstance(model, (str, Path)):
-            tokenizer = tokenizer or load_tokenizer(model, **how)
+            if tokenizer is None and not skip_tokenizer_init:
+                tokenizer = load_tokenizer(model, **how)
             model = load_model(model, dtype, **how)
+        elif not hasattr(model, "config") or not hasattr(model, "dtype"):
+            raise TypeError(f"model is a loaded transformers model, or the path of one, got {type(model).__name__}")
         elif dtype_of(dtype) not in (None, model.dtype):
             raise ValueError(f"the model is loaded in {model.dtype}; convert it, dtype={dtype} is for paths")
         self.model = model
         self.tokenizer = tokenizer
         self.engine = Engine(model, tokenizer, settings)
-        self._ids = itertools.count()
-        self._turns = Turns()
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
-        self._unwanted: deque[str] = deque()
+        self._runs = Runs(self.engine)
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -78,7 +95,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts; one result per prompt, in their order.
@@ -88,22 +105,16 @@ class LLM:
         Args:
             prompts: One prompt or many.
             sampling_params: For all of them, or one each.
-            use_tqdm: Show a progress bar on stderr.
+            use_tqdm: Show a progress bar on stderr; or what makes one, called as `tqdm` is.
             priority: One number per prompt, smaller first.
 
         Raises:
             ValueError: As many parameters or priorities as prompts were expected, and were not given.
         """
-        many: list[Any] = [prompts] if _is_one(prompts) else list(prompts)
+        many = _many(prompts)
         each = self._params_of(sampling_params, len(many))
         ranks = _one_each("priority", 0 if priority is None else priority, len(many))
-        results: list[RequestOutput | None] = [None] * len(many)
-        work = zip(many, each, ranks, strict=True)
-        with tqdm(total=len(many), disable=not use_tqdm, unit="row", dynamic_ncols=True) as bar:
-            for index, result in self._run(work, len(many) or 1):
-                results[index] = result
-                bar.update()
-        return [result for result in results if result is not None]
+        return self._results(zip(many, each, ranks, strict=True), len(many), use_tqdm)
 
     def stream(
         self,
@@ -120,35 +131,74 @@ class LLM:
             max_in_flight: Most prompts read ahead; twice `max_num_seqs` by default.
 
         Yields:
-            The prompt's number in the stream and its result, as they end.
+            The prompt's number in the stream and its result, as they end; partial results too of a prompt whose
+            `output_kind` asks for them.
         """
-        bound = max_in_flight or 2 * self.engine.options.max_num_seqs
+        if isinstance(prompts, (str, bytes, Mapping)):
+            raise TypeError(f"stream takes an iterable of prompts, got one prompt: {prompts!r}")
+        bound = _bound("max_in_flight", max_in_flight, 2 * self.engine.options.max_num_seqs)
         [default] = self._params_of(sampling_params, 1)
         pairs = (
             (*item, 0) if isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], SamplingParams) else
             (item, default, 0)
             for item in prompts
         )  # fmt: skip
-        yield from self._run(pairs, bound)
+        yield from self._runs.run(pairs, bound, in_pieces=None)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool | Bar = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best continuations of prompts by beam search, as `generate(num_beams=...)` of transformers finds them.
+
+        Args:
+            prompts: One prompt or many.
+            params: Beams, lengths and length penalty.
+            use_tqdm: As for `generate`.
+            concurrency_limit: Most prompts that are searched at once.
+
+        Returns:
+            One output per prompt, in order; a prompt that cannot be run gives one with an error.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"beam_search takes BeamSearchParams(beam_width, max_tokens, ...), got {params!r}")
+        many = _many(prompts)
+        work = ((prompt, params.sampling(), 0) for prompt in many)
+        bound = _bound("concurrency_limit", concurrency_limit, max(1, len(many)))
+        results = self._results(work, len(many), use_tqdm, bound=bound)
+        return [output_of(result, params, self.tokenizer) for result in results]
 
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Bar = True,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation, or many, through the tokenizer's chat template.
 
         Args:
-            messages: One conversation (messages with `role` and `content`) or a list of them.
+            messages: One conversation (messages with `role` and `content`) or a list of them. One that cannot be run
+                gives a result with an error.
             sampling_params: For all of them, or one each.
-            use_tqdm: Show a progress bar on stderr.
-            **template: Further arguments of `apply_chat_template`.
+            use_tqdm: Show a progress bar on stderr; or what makes one.
+            **template: Further arguments of `apply_chat_template`, also together as `chat_template_kwargs`.
         """
-        many: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        return self.generate([self.chat_prompt(each, **template) for each in many], sampling_params, use_tqdm=use_tqdm)
+        many: Any = messages
+        if not isinstance(many, Sequence) or isinstance(many, str):
+            raise TypeError(
+                f"chat takes a list of messages with role and content, or many such lists, got {messages!r}"
+            )
+        if many and isinstance(many[0], Mapping):
+            many = [many]
+        each = self._params_of(sampling_params, len(many))
+        work = [(self._templated(one, template), params, 0) for one, params in zip(many, each, strict=True)]
+        return self._results(work, len(work), use_tqdm)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> dict[str, Any]:
         """The prompt that a conversation stands for.
@@ -188,14 +238,11 @@ class LLM:
         """
         params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=1)
         work = [({"prompt_token_ids": ids, "logits_from": start - 1}, params, 0) for ids, start in pairs]
-        scores: list[Score | None] = [None] * len(pairs)
-        with tqdm(total=len(pairs), disable=not use_tqdm, unit="row") as bar:
-            for index, result in self._run(work, len(work) or 1):
-                if result.error is not None:
-                    raise InvalidRequest(f"continuation {index}: {result.error}")
-                scores[index] = score(result, pairs[index][1])
-                bar.update()
-        return [score for score in scores if score is not None]
+        results = self._results(work, len(work), use_tqdm)
+        for index, result in enumerate(results):
+            if result.error is not None:
+                raise InvalidRequest(f"continuation {index}: {result.error}")
+        return [score(result, start) for result, (_, start) in zip(results, pairs, strict=True)]
 
     # -- as vLLM has them --------------------------------------------------------------------------------------------
 
@@ -207,6 +254,11 @@ class LLM:
         """What the model's generation config asks for where it samples; used where no parameters are given."""
         return default_params(self.model)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _NOT_HERE:
+            raise AttributeError(f"there is no LLM.{name} here: {_NOT_HERE[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -214,8 +266,7 @@ class LLM:
 
         What other threads are waiting for ends with `EngineClosed`.
         """
-        with self._turns:
-            self.engine.close()
+        self._runs.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -225,57 +276,28 @@ class LLM:
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    def _run(
-        self, work: Iterable[tuple[Prompt, SamplingParams, int]], bound: int
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Keep at most `bound` requests in the engine; yields results as they end. Leaving early aborts the rest.
-
-        Threads, and calls within the loop over a stream, take turns at stepping; a step serves all of them.
-        """
-        source = enumerate(work)
-        pending: dict[str, int] = {}
-        inbox: deque[RequestOutput] = deque()
-        exhausted = False
+    def _templated(self, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]) -> Prompt | InvalidRequest:
         try:
-            while pending or not exhausted:
-                fresh = [] if exhausted else list(itertools.islice(source, bound - len(pending)))
-                exhausted = exhausted or len(fresh) < bound - len(pending)
-                refusals = []
-                with interrupts_wait(), self._turns:
-                    self._abort_unwanted()
-                    for index, (prompt, params, priority) in fresh:
-                        request_id = f"row-{next(self._ids)}"
-                        refusal = self._submit(request_id, prompt, params, priority)
-                        if refusal is None:
-                            pending[request_id] = index
-                            self._inboxes[request_id] = inbox
-                        else:
-                            refusals.append((index, refusal))
-                    if pending and not inbox:
-                        self._step()
-                yield from refusals
-                while inbox:
-                    result = inbox.popleft()
-                    yield pending.pop(result.request_id), result
-        finally:
-            self._unwanted.extend(pending)
-            if pending and not self._turns.mine:
-                with self._turns:
-                    self._abort_unwanted()
+            return self.chat_prompt(messages, **template)
+        except InvalidRequest as error:
+            return error
 
-    def _step(self) -> None:
-        """One step of the engine; every result goes to whoever asked for it."""
-        for result in self.engine.step():
-            inbox = self._inboxes.pop(result.request_id, None) if result.finished else None
-            if inbox is not None:
-                inbox.append(result)
-
-    def _abort_unwanted(self) -> None:
-        """End the requests of runs that were left early."""
-        while self._unwanted:
-            request_id = self._unwanted.popleft()
-            self._inboxes.pop(request_id, None)
-            self.engine.abort(request_id)
+    def _results(
+        self,
+        work: Iterable[Work],
+        number: int,
+        use_tqdm: bool | Bar,
+        *,
+        bound: int | None = None,
+    ) -> list[RequestOutput]:
+        """The results of so many prompts, in order, with a bar."""
+        results: list[RequestOutput | None] = [None] * number
+        make_bar: Bar = use_tqdm if callable(use_tqdm) else tqdm
+        with make_bar(total=number, disable=not use_tqdm, unit="row", dynamic_ncols=True) as bar:
+            for index, result in self._runs.run(work, bound or number or 1):
+                results[index] = result
+                bar.update()
+        return [result for result in results if result is not None]
 
     def _params_of(self, value: Any, number: int) -> list[SamplingParams]:
         """Sampling parameters for each of so many prompts.
@@ -290,23 +312,25 @@ class LLM:
                 raise TypeError(f"sampling_params is a SamplingParams or a list of them, got {each!r}")
         return many
 
-    def _submit(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int) -> RequestOutput | None:
-        """Give a prompt to the engine; returns its result at once if it is refused."""
-        try:
-            self.engine.add_request(request_id, prompt, params, priority=priority)
-        except InvalidRequest as error:
-            text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-            return output.refused(request_id, text if isinstance(text, str) else None, str(error))
-        return None
 
-
-def _is_one(prompts: Any) -> bool:
-    """Whether this is a prompt and not a list of prompts."""
-    if isinstance(prompts, (str, Mapping)):
-        return True
+def _many(prompts: Any) -> list[Any]:
+    """Prompts as a list, also if there is but one."""
+    if isinstance(prompts, (str, bytes, Mapping)):
+        return [prompts]
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
+        raise TypeError(f"prompts is a prompt (text, token ids, a mapping) or a list of prompts, got {prompts!r}")
+    many: list[Any] = list(prompts)
     if getattr(prompts, "ndim", None) is not None:
-        return bool(prompts.ndim == 1)
-    return bool(prompts) and all(isinstance(token, int) for token in prompts)
+        return [prompts] if prompts.ndim == 1 else many  # type: ignore[attr-defined]
+    return [many] if many and all(isinstance(token, Integral) for token in many) else many
+
+
+def _bound(name: str, value: Any, default: int) -> int:
+    if value is None:
+        return default
+    if not is_integer(value) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return value
 
 
 def _one_each(name: str, value: Any, number: int) -> list[Any]:

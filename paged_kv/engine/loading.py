@@ -39,13 +39,19 @@ def load_model(path: str | Path, dtype: Any, **arguments: Any) -> Any:
         raise ModelNotFound(_why(path, error)) from error
 
 
-def load_tokenizer(path: str | Path, **arguments: Any) -> Any:
-    """Load the tokenizer of a folder or name; None if it has none."""
+def load_tokenizer(path: str | Path, *, needed: bool = False, **arguments: Any) -> Any:
+    """Load the tokenizer of a folder or name; None if it has none.
+
+    Raises:
+        ModelNotFound: It has none, and one is needed.
+    """
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(str(path), **arguments)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        if needed:
+            raise ModelNotFound(f"no tokenizer could be loaded from {str(path)!r}: {_first_line(error)}") from error
         return None
 
 
@@ -81,6 +87,8 @@ def default_params(model: Any) -> SamplingParams:
 def _why(path: str | Path, error: Exception) -> str:
     """Why a model could not be loaded, in one line."""
     name = str(path)
+    if not name:
+        return "the path is empty"
     if Path(name).is_dir():
         return f"no model could be loaded from the folder {name!r}: {_first_line(error)}"
     if Path(name).exists():

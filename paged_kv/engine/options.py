@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from numbers import Integral, Real
 from typing import Any, Literal
 
 
@@ -49,12 +50,32 @@ class EngineOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            _check_kind(option.name, getattr(self, option.name), str(option.type))
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {self.watermark}")
         if self.max_model_len is not None and self.max_model_len < 1:
             raise ValueError(f"max_model_len must be at least 1, got {self.max_model_len}")
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens must be at least 0, got {self.num_draft_tokens}")
+
+
+#: What an option of a type may be, and what that is called.
+_KINDS: dict[str, tuple[type, str]] = {
+    "bool": (bool, "True or False"),
+    "float": (Real, "a number"),
+    "int": (Integral, "an integer"),
+    "str": (str, "a string"),
+}
+
+
+def _check_kind(name: str, value: Any, declared: str) -> None:
+    """Raise unless a value is of the type that its option is declared with."""
+    kind, called = _KINDS.get(declared.removesuffix(" | None"), (object, ""))
+    if value is None and declared.endswith("None"):
+        return
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TypeError(f"{name} must be {called}, got {value!r}")
 
 
 #: vLLM's names for options that are here under another.
@@ -67,12 +88,19 @@ _RENAMED = {
 #: vLLM's options that change nothing here: there are no graphs to capture, no workers, no swap space, no log.
 _WITHOUT_EFFECT = frozenset(
     {
+        "async_scheduling",
+        "compilation_config",
         "cpu_offload_gb",
+        "disable_async_output_proc",
         "disable_custom_all_reduce",
         "disable_log_stats",
+        "distributed_executor_backend",
         "enable_chunked_prefill",
         "enforce_eager",
+        "limit_mm_per_prompt",
+        "max_logprobs",
         "max_seq_len_to_capture",
+        "scheduling_policy",
         "swap_space",
         "tokenizer_mode",
     }
@@ -81,17 +109,25 @@ _WITHOUT_EFFECT = frozenset(
 _ONLY: dict[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     "enable_lora": (False, None),
+    "hf_overrides": (None, {}),
     "kv_cache_dtype": ("auto",),
+    "load_format": ("auto", "safetensors"),
+    "override_generation_config": (None, {}),
     "pipeline_parallel_size": (1,),
     "quantization": (None,),
     "runner": ("auto", "generate"),
-    "skip_tokenizer_init": (False,),
     "speculative_config": (None,),
     "task": ("auto", "generate"),
     "tensor_parallel_size": (1,),
+    "tokenizer_revision": (None,),
 }
-#: What goes to `from_pretrained`.
-_LOADING = ("revision", "trust_remote_code")
+#: What goes to `from_pretrained`, and under which name.
+_LOADING = {
+    "download_dir": "cache_dir",
+    "hf_token": "token",
+    "revision": "revision",
+    "trust_remote_code": "trust_remote_code",
+}
 
 
 def options_of(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]:
@@ -118,4 +154,5 @@ def options_of(given: Mapping[str, Any]) -> tuple[EngineOptions, dict[str, Any]]
         settings[own] = value
     # vLLM takes None for "decide yourself".
     settings = {name: value for name, value in settings.items() if value is not None}
-    return EngineOptions(**settings), {name: given[name] for name in _LOADING if given.get(name) is not None}
+    how = {own: given[name] for name, own in _LOADING.items() if given.get(name) is not None}
+    return EngineOptions(**settings), how

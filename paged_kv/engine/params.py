@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from enum import Enum
+from numbers import Integral
+from typing import Any, TypeGuard
 
 from allocator import KVError
 from paged_kv.engine.compress import Compression
@@ -21,6 +23,40 @@ Processor = Callable[[Any, Any], Any]
 
 class InvalidParams(KVError, ValueError):
     """Raised when a sampling value is out of range, unknown or in conflict. Do: correct the value that is named."""
+
+
+class RequestOutputKind(Enum):
+    """Which results a request gives while it runs, and what they hold. Names as in vLLM."""
+
+    #: Each result holds everything so far.
+    CUMULATIVE = 0
+    #: Each result holds what is new since the one before; joined they are the whole output.
+    DELTA = 1
+    #: There is one result, at the end.
+    FINAL_ONLY = 2
+
+
+#: Parameters that are on or off.
+_SWITCHES = (
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "skip_special_tokens",
+)
+#: Parameters that beam search would pass over: it draws nothing, and compares beams by their log probabilities.
+_NOT_FOR_BEAMS = (
+    "compression",
+    "structured_outputs",
+    "logits_processors",
+    "stop",
+    "logprobs",
+    "top_k",
+    "top_p",
+    "min_p",
+)
+#: Parameters that no file holds: objects of Python's, and what concerns who reads the results.
+_NOT_IN_FILES = frozenset({"logits_processors", "compression", "extra_args", "output_kind"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +83,7 @@ class SamplingParams:
         stop_token_ids: Tokens that end the output.
         include_stop_str_in_output: Keep the stop string in the text.
         ignore_eos: Go on after the model's end-of-sequence token.
-        seed: Draws depend on this, the completion's index and the token's index alone; None uses the engine's seed.
+        seed: Draws depend on this, the completion's index and the token's index alone; None or -1: the engine's seed.
         logprobs: Log probabilities of the chosen token and of so many likeliest ones (-1: all), at each output token.
         prompt_logprobs: The same for the prompt's tokens, from the second on.
         detokenize: Whether results have text.
@@ -59,6 +95,8 @@ class SamplingParams:
         compression: A policy with a budget, such as `SnapKV(budget=256)`, crops the prompt; a
             `paged_kv.engine.compress.Compression` says besides when to crop. None keeps all tokens.
         structured_outputs: What the output must look like, see `StructuredOutputsParams`; needs llguidance.
+        output_kind: Results while the request runs, a `RequestOutputKind`. None leaves it to the call: everything so
+            far where results are streamed, else one result at the end.
         extra_args: Free for the caller.
     """
 
@@ -92,6 +130,7 @@ class SamplingParams:
     logits_processors: tuple[Processor, ...] = ()
     compression: Any = None
     structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind | None = None
     extra_args: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -103,13 +142,17 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", _several("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InvalidParams("allowed_token_ids is empty: None allows all tokens")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
-            raise InvalidParams(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
+        for name, meaning in (("logit_bias", "maps token ids to numbers"), ("extra_args", "is a mapping")):
+            if not isinstance(getattr(self, name), (Mapping, type(None))):
+                raise InvalidParams(f"{name} {meaning}, got {getattr(self, name)!r}")
         if self.compression is not None:
             object.__setattr__(self, "compression", _compression(self.compression))
         if self.structured_outputs is not None:
             object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
+        if is_integer(self.seed):
+            object.__setattr__(self, "seed", None if self.seed == -1 else int(self.seed))  # vLLM's -1 is no seed
         self._check_integers()
+        self._check_others()
         self._check_numbers()
         self._check_conflicts()
 
@@ -136,7 +179,7 @@ class SamplingParams:
         Raises:
             InvalidParams: An unknown name (named, with the known ones), or a value of the wrong kind or range.
         """
-        known = {f.name for f in fields(cls)} - {"logits_processors", "compression", "extra_args"}
+        known = {f.name for f in fields(cls)} - _NOT_IN_FILES
         if unknown := sorted(set(values) - known):
             names = ", ".join([*beside, *sorted(known)])
             raise InvalidParams(
@@ -144,26 +187,35 @@ class SamplingParams:
             )
         given = dict(values)
         if isinstance(bias := given.get("logit_bias"), Mapping):
-            given["logit_bias"] = {_token("logit_bias", key): value for key, value in bias.items()}
+            given["logit_bias"] = {_token(key): value for key, value in bias.items()}
         return replace(base, **given) if base is not None else cls(**given)
 
     def _check_integers(self) -> None:
-        least = {"n": 1, "best_of": 1, "beam_width": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0}
+        least = {"beam_width": 1, "n": 1, "best_of": 1, "top_k": -1, "max_tokens": 0, "min_tokens": 0}
         least |= {"logprobs": -1, "prompt_logprobs": -1, "truncate_prompt_tokens": -1}
         optional = {"best_of", "beam_width", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
         for name, low in least.items():
             value = getattr(self, name)
             if value is None and name in optional:
                 continue
-            if not _is_integer(value) or value < low:
+            if not is_integer(value) or value < low:
                 raise InvalidParams(f"{name} must be an integer of at least {low}, got {value!r}")
-        if self.seed is not None and not _is_integer(self.seed):
+        if self.seed is not None and not is_integer(self.seed):
             raise InvalidParams(f"seed must be an integer, got {self.seed!r}")
         if self.truncate_prompt_tokens == 0:
             raise InvalidParams("truncate_prompt_tokens must be at least 1, or -1, got 0")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             for token in getattr(self, name) or ():
-                _token(name, token)
+                if not is_integer(token) or token < 0:
+                    raise InvalidParams(f"{name} must name token ids, got {token!r}")
+
+    def _check_others(self) -> None:
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParams(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for processor in self.logits_processors:
+            if not callable(processor):
+                raise InvalidParams(f"logits_processors must be callable, got {processor!r}")
 
     def _check_numbers(self) -> None:
         ranges = {
@@ -185,7 +237,6 @@ class SamplingParams:
             if getattr(self, name) == 0:
                 raise InvalidParams(f"{name} must be above 0, got {getattr(self, name)!r}")
         for token, bias in (self.logit_bias or {}).items():
-            _token("logit_bias", token)
             if not _is_number(bias) or math.isnan(bias):
                 raise InvalidParams(f"logit_bias of token {token} must be a number, got {bias!r}")
 
@@ -198,6 +249,10 @@ class SamplingParams:
             raise InvalidParams("stop strings are looked for in the text: detokenize=False leaves none")
         if self.greedy and self.width > 1 and self.beam_width is None:
             raise InvalidParams(f"greedy sampling gives one completion, not {self.width}: raise the temperature")
+        if self.output_kind not in (None, *RequestOutputKind):
+            raise InvalidParams(f"output_kind must be a RequestOutputKind, got {self.output_kind!r}")
+        if self.output_kind is RequestOutputKind.DELTA and (self.width > self.n or self.beam_width is not None):
+            raise InvalidParams("which completions are the best is known at the end: output_kind cannot be DELTA")
         if self.beam_width is not None:
             self._check_beam(self.beam_width)
 
@@ -206,9 +261,10 @@ class SamplingParams:
             raise InvalidParams(f"n={self.n} is above beam_width={width}")
         if self.best_of is not None:
             raise InvalidParams("best_of and beam_width are two ways of searching: give one")
-        clash = [name for name in ("compression", "structured_outputs") if getattr(self, name) is not None]
-        if clash or self.logits_processors:
-            raise InvalidParams(f"beam search takes no {(*clash, 'logits_processors')[0]}")
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in _NOT_FOR_BEAMS:
+            if getattr(self, name) != defaults[name]:
+                raise InvalidParams(f"beam search takes no {name}")
 
 
 def _compression(asked: Any) -> Compression:
@@ -225,8 +281,9 @@ def _structured(asked: Any) -> StructuredOutputsParams:
         raise InvalidParams(str(error)) from None
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether a value is an integer, numpy's included, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
@@ -254,11 +311,6 @@ def _several(name: str, value: Any) -> tuple[Any, ...]:
         raise InvalidParams(f"{name} must be a list, got {value!r}") from None
 
 
-def _token(name: str, value: object) -> int:
-    try:
-        token = int(value)  # type: ignore[call-overload]
-    except (TypeError, ValueError):
-        raise InvalidParams(f"{name} must name token ids, got {value!r}") from None
-    if isinstance(value, bool) or token < 0:
-        raise InvalidParams(f"{name} must name token ids, got {value!r}")
-    return int(token)
+def _token(key: Any) -> Any:
+    """A token id from a key of JSON's, which are strings."""
+    return int(key) if isinstance(key, str) and key.strip().isdecimal() else key

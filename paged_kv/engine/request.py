@@ -163,6 +163,9 @@ class Row:
         constraint: Where its output is in the grammar that was asked for, None without one.
         draft: Guessed next tokens, which the next step verifies; while that step's results are taken, the tokens that
             it found, all but the last of them computed already.
+        num_told: Output tokens that results have reported.
+        len_told: Characters of its text that results have reported.
+        end_told: Whether a result has reported its end.
     """
 
     request: Request
@@ -185,6 +188,9 @@ class Row:
     num_cropped: int = 0
     num_live: int = 0
     crop_pending: bool = False
+    num_told: int = 0
+    len_told: int = 0
+    end_told: bool = False
 
     @property
     def num_prompt(self) -> int:

@@ -36,14 +36,15 @@ def take(row: Row, draw: Draw, eos_ids: frozenset[int], tokenizer: Any) -> str |
             row.stop_reason = None if ends else token
             row.text = _without_last(row, tokenizer)
             return "stop"
-    if row.constraint is not None and row.constraint.advance(token):
-        return "stop"
+    is_complete = row.constraint is not None and row.constraint.advance(token)
     if row.detokenizer is not None:
         stop = row.detokenizer.append(token, searchable=number >= params.min_tokens)
         if stop is not None:
             row.stop_reason = stop
             row.text = row.detokenizer.cut(stop, keep=params.include_stop_str_in_output)
             return "stop"
+    if is_complete:
+        return "stop"
     if (params.max_tokens is not None and number >= params.max_tokens) or len(row.tokens) >= row.request.max_len:
         return "length"
     return None
@@ -52,6 +53,8 @@ def take(row: Row, draw: Draw, eos_ids: frozenset[int], tokenizer: Any) -> str |
 def _without_last(row: Row, tokenizer: Any) -> str | None:
     """The text before a token that ended the output, None to decode it all later."""
     params = row.request.params
+    if params.include_stop_str_in_output and row.detokenizer is not None:
+        row.detokenizer.append(row.tokens[-1], searchable=False)
     if tokenizer is None or not params.detokenize or params.include_stop_str_in_output:
         return None
     if row.detokenizer is not None:

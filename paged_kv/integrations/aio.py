@@ -63,6 +63,8 @@ class AsyncEngine:
     ) -> AsyncIterator[RequestOutput]:
         """Partial results of a prompt as its tokens come, and at last the finished one.
 
+        What a partial result holds is `sampling_params.output_kind`: everything so far, or what is new.
+
         Raises:
             InvalidRequest: The request cannot be run.
             EngineClosed: After `close`.

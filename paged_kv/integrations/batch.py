@@ -50,7 +50,8 @@ def manifest_of(
     digest: str, rows: int, model: str, params: SamplingParams, settings: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """What makes two runs the same job: input, model, parameters, versions."""
-    shown = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name != "logits_processors"}
+    hidden = ("logits_processors", "output_kind")
+    shown = {name: getattr(params, name) for name in SamplingParams.__dataclass_fields__ if name not in hidden}
     return {
         "format": 1,
         "input_sha256": digest,

@@ -72,9 +72,7 @@ def test_best_of_returns_the_likeliest(llama):
 def test_beam_search_gives_what_generate_gives(family, width, length_penalty):
     model = tiny(family)
     batch = prompts(3, seed=8)
-    params = SamplingParams(
-        beam_width=width, n=width, max_tokens=12, length_penalty=length_penalty, logprobs=0, temperature=0.0
-    )
+    params = SamplingParams(beam_width=width, n=width, max_tokens=12, length_penalty=length_penalty, temperature=0.0)
     with engine(model) as llm:
         results = run(llm, batch, params)
     for prompt, result in zip(batch, results, strict=True):

@@ -11,7 +11,7 @@ import torch
 from engine_models import alone, prompts, tiny
 
 import paged_kv
-from paged_kv import LLM, SamplingParams, TextPrompt, TokensPrompt
+from paged_kv import LLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
 from paged_kv.engine import InvalidParams
 from paged_kv.engine.request import Logprob
 
@@ -143,3 +143,107 @@ def test_parameters_have_the_fields_of_vllms():
     assert set(fields.split()) <= set(SamplingParams.__dataclass_fields__)
     for name in ("LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "TextPrompt", "TokensPrompt"):
         assert name in paged_kv.__all__
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0])
+def test_beam_search_finds_the_sequences_of_generate(llm, model, words, length_penalty):
+    batch = prompts(4, seed=11)
+    params = BeamSearchParams(beam_width=3, max_tokens=10, length_penalty=length_penalty)
+    outputs = llm.beam_search([TokensPrompt(prompt_token_ids=prompt) for prompt in batch], params, concurrency_limit=2)
+    for prompt, output in zip(batch, outputs, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=10,
+            do_sample=False,
+            length_penalty=length_penalty,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for beam, theirs, score in zip(output.sequences, expected.sequences, expected.sequences_scores, strict=True):
+            length = len(beam.tokens) - len(prompt)
+            assert beam.tokens == theirs[: len(beam.tokens)].tolist()
+            assert set(theirs[len(beam.tokens) :].tolist()) <= {0}
+            assert beam.cum_logprob / length**length_penalty == pytest.approx(float(score), abs=1e-4)
+            ended = beam.tokens[-1] == 2
+            assert beam.finish_reason == ("stop" if ended else "length")
+            assert beam.text == words.decode(beam.tokens[:-1] if ended else beam.tokens, skip_special_tokens=False)
+
+
+def test_a_beam_search_that_cannot_run_says_why_and_stops_no_other(llm):
+    params = BeamSearchParams(2, 4, ignore_eos=True)
+    good, bad = llm.beam_search(["hello", TokensPrompt(prompt_token_ids=[500])], params)
+    assert [len(beam.tokens) for beam in good.sequences] == [9, 9]
+    assert (bad.sequences, bad.error) == ([], "token id 500 is outside the model's vocabulary of 97")
+    with pytest.raises(InvalidParams, match="beam_width must be an integer of at least 1, got 0"):
+        BeamSearchParams(0, 4)
+    with pytest.raises(
+        TypeError, match=r"takes BeamSearchParams\(beam_width, max_tokens, \.\.\.\), got SamplingParams"
+    ):
+        llm.beam_search(["hello"], GREEDY)
+
+
+def test_a_progress_bar_of_ones_own_is_used(llm):
+    made = []
+
+    class Bar:
+        def __init__(self, **options):
+            made.append(options)
+            self.number = 0
+
+        def __enter__(self):
+            made.append(self)
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self):
+            self.number += 1
+
+    llm.generate(["a", "b"], GREEDY, use_tqdm=Bar)
+    assert (made[0]["total"], made[1].number) == (2, 2)
+
+
+def test_a_conversation_that_cannot_be_run_stops_no_other(llm):
+    good = [{"role": "user", "content": "hi"}]
+    bad = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    first, second, third = llm.chat([good, bad, good], GREEDY, use_tqdm=False, chat_template_content_format="string")
+    assert first.text == third.text
+    assert (second.finish_reason, second.error) == (
+        "error",
+        "content parts of type 'image_url' are not supported: this engine takes text",
+    )
+    with pytest.raises(TypeError, match="chat takes no lora_request"):
+        llm.chat(good, GREEDY, lora_request=object())
+    assert llm.chat([good], GREEDY, use_tqdm=False, lora_request=None)[0].error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("encode", "it pools nothing"),
+        ("llm_engine", r"it is LLM\.engine"),
+        ("sleep", r"LLM\.close"),
+        ("nonsense", "'nonsense'"),
+    ],
+)
+def test_methods_of_vllm_that_are_not_here_say_so(llm, name, instead):
+    with pytest.raises(AttributeError, match=instead):
+        getattr(llm, name)
+    assert not hasattr(llm, name)
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1).seed is None
+
+
+def test_without_its_tokenizer_a_model_takes_token_ids(model, words, tmp_path):
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, skip_tokenizer_init=True, num_pages=100, optimize=False, hf_overrides={}) as llm:
+        assert llm.get_tokenizer() is None
+        [result] = llm.generate([[5, 6]], GREEDY, use_tqdm=False)
+    assert (result.text, len(result.token_ids)) == ("", 6)
