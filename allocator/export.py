@@ -31,13 +31,13 @@ class CsrTable:
     last_page_len: Int32
 
 
-def block_tables(tables: PageTables, slots: Int64) -> Int32:
-    """Padded tables, int32 [R, B, max_pages]; see `TableQueries.block_tables`."""
-    longest = int(tables.lens_of(slots).max(initial=0))
+def block_tables(tables: PageTables, slots: Int64, of: slice) -> Int32:
+    """Padded tables of some rows, int32 [rows, B, max_pages]; see `TableQueries.block_tables`."""
+    longest = int(tables.lens_of(slots)[:, of].max(initial=0))
     most = max(1, -(-longest // tables.page_size))
-    padded = np.zeros((tables.num_rows, len(slots), most), np.int32)
+    rows = np.arange(tables.num_rows)[of, None]
+    padded = np.zeros((len(rows), len(slots), most), np.int32)
     widths = tables.width[slots]
-    rows = np.arange(tables.num_rows)[:, None]
     for width in np.unique(widths[widths > 0]).tolist():
         # Extents begin at multiples of their width: the arena is a matrix with one table a line. Entries past the end
         # of a row are the null page already.
@@ -47,7 +47,7 @@ def block_tables(tables: PageTables, slots: Int64) -> Int32:
         held = lines.take((tables.base[slots[chosen]] // width + rows).ravel(), axis=0)
         columns = min(width, most)
         where = slice(None) if len(chosen) == len(slots) else chosen
-        padded[:, where, :columns] = held.reshape(tables.num_rows, len(chosen), width)[:, :, :columns]
+        padded[:, where, :columns] = held.reshape(len(rows), len(chosen), width)[:, :, :columns]
     return padded
 
 

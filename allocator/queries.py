@@ -45,9 +45,19 @@ class TableQueries:
         tables = self._core.tables
         return tables.pages_for(tables.row_lens(tables.slot_of(seq))).astype(np.int32)
 
-    def block_tables(self, seqs: Seqs) -> Int32:
-        """Padded block tables, int32 [R, B, max_pages >= 1], padding is the null page 0. O(R * B * max_pages)."""
-        return export.block_tables(self._core.tables, self._core.tables.slots_of(seqs))
+    def block_tables(self, seqs: Seqs, layer: int | None = None) -> Int32:
+        """Padded block tables, int32 [R, B, max_pages >= 1], padding is the null page 0. O(R * B * max_pages).
+
+        With a layer its tables alone, [lanes, B, max_pages], which cost as much less.
+        """
+        first = 0 if layer is None else self._row(layer, 0)
+        rows = slice(first, None if layer is None else first + self.lanes)
+        return export.block_tables(self._core.tables, self._core.tables.slots_of(seqs), rows)
+
+    def is_frozen(self, seq: SeqId, layer: int) -> bool:
+        """Whether any page of a layer must not be written: other tables hold it too, or it is published. O(pages)."""
+        pages = self.block_tables([seq], layer)
+        return bool(self._core.pool.frozen(pages[pages > 0]).any())
 
     def csr_table(self, seqs: Seqs, layer: int, lane: int = 0) -> export.CsrTable:
         """Page tables of one row of every sequence without padding: indptr, indices, last_page_len. O(B + pages)."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paged_kv.attention.attach import attached, detach, register
 from paged_kv.cache import PagedCache
+from paged_kv.compression import pressing as _pressing  # noqa: F401 - cooperates with kvpress where it is installed
 from paged_kv.spec import KVSpec, UnsupportedModel
 
 if TYPE_CHECKING:

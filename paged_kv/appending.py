@@ -112,12 +112,13 @@ class AppendingCache(LengthsCache):
         return PagedLayer(self, index, getattr(native, "sliding_window", None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        self._catch_up()
         # The copy serves the same model: it must see the attention that the model's config names now, not then.
         memo[id(self._config)] = self._config
         twin = self.__class__.__new__(self.__class__)
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
-            setattr(twin, name, deepcopy(value, memo))
+            setattr(twin, name, None if name == "_unsettled" else deepcopy(value, memo))
         return twin
 
     # -- a forward pass ----------------------------------------------------------------------------------------------
@@ -242,7 +243,8 @@ class AppendingCache(LengthsCache):
         return self._memory
 
     def _settle(self) -> None:
-        """Turn the stash of a learning forward into pages, now that every layer's shape is known."""
+        """Do what was left to be done, and turn the stash of a learning forward into pages: shapes are known now."""
+        self._catch_up()
         forward = self._forward
         if forward is None or forward.step is not None or not forward.stash:
             return

@@ -98,6 +98,9 @@ class PagedBatch:
     def assign(self, layer: int, keys: Tensor, values: Tensor, offset: int) -> int:
         """Make a layer hold some of its tokens, or others in their place, as dense tensors say.
 
+        Where rows or heads of a cropped layer hold different numbers of tokens, tensors that are those that were read
+        without their end take as many of the newest tokens from each of them.
+
         Args:
             layer: Model layer index.
             keys: `[rows, kv_heads, kept, key_width]`, `kept` at most what `dense` returned.
@@ -115,6 +118,9 @@ class PagedBatch:
             raise KVError(f"layer {layer} holds {old_keys.shape[2]} tokens and was assigned {keys.shape[2]}")
         if torch.equal(keys, old_keys) and torch.equal(values, old_values):
             return 0
+        dropped = old_keys.shape[2] - keys.shape[2]
+        if self._is_ragged(layer) and torch.equal(keys, old_keys[:, :, : keys.shape[2]]):
+            return self._without_newest(layer, dropped)
         group, _ = self.memory.place(layer)
         columns, heads, freed = self._columns_read(layer, offset), group.spec.heads_per_lane, 0
         for row in range(len(self.seqs)):
@@ -131,11 +137,23 @@ class PagedBatch:
                     index = torch.from_numpy(order)[..., None]
                     writes.append((lane, [torch.take_along_dim(states, index, dim=1) for states in new]))
             if writes:
-                self.memory.require_unshared(layer)
+                self.memory.require_unshared(layer, self.seqs)
             freed += self.crop(row, keep)
             for lane, (lane_keys, lane_values) in writes:
                 self.memory.overwrite(self.seqs[row], layer, lane, lane_keys, lane_values)
         return freed
+
+    def _is_ragged(self, layer: int) -> bool:
+        live = self.live_lens(layer)
+        return layer in self.cropped and live.min(initial=0) < live.max(initial=0)
+
+    def _without_newest(self, layer: int, count: int) -> int:
+        """Take the newest `count` live tokens from every lane of every row; returns the pages freed."""
+        live = self.live_lens(layer)
+        return sum(
+            self.crop(row, {(layer, lane): np.arange(max(0, left)) for lane, left in enumerate(live[:, row] - count)})
+            for row in range(len(self.seqs))
+        )
 
     def _columns_read(self, layer: int, offset: int) -> Tensor:
         """The live index behind each column that `dense` returned: int64 `[rows, lanes, columns]`, -1 for none."""
@@ -184,9 +202,8 @@ class PagedBatch:
     def compact(self, layer: int) -> tuple[Tensor, Tensor]:
         """Dense K and V `[rows, kv_heads, longest, width]` of the live tokens, each row from index 0 on."""
         group, index = self.memory.place(layer)
-        lanes = slice(index * group.spec.lanes, (index + 1) * group.spec.lanes)
-        live = group.allocator.live_lens(self.seqs)[lanes]
-        table = torch.from_numpy(group.allocator.block_tables(self.seqs)[lanes]).to(group.spec.device)
+        live = self.live_lens(layer)
+        table = torch.from_numpy(group.allocator.block_tables(self.seqs, index)).to(group.spec.device)
         longest = int(live.max(initial=0))
         keys, values = group.store.gather(table, longest)
         if live.min(initial=longest) == longest:

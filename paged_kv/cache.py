@@ -16,7 +16,7 @@ from torch import Tensor
 from allocator import KVError
 from paged_kv import _compat
 from paged_kv.cropping import CroppingCache, EmptyCache
-from paged_kv.forward import ATTENTION
+from paged_kv.forward import ATTACHMENTS, ATTENTION
 from paged_kv.group import Budget
 from paged_kv.layers import PagedLayer
 from paged_kv.memory import PagedMemory
@@ -41,7 +41,8 @@ class PagedCache(CroppingCache):
         """A cache with the shapes of `model`, which is switched to the attention that reads pages.
 
         A model on its default attention is switched to "paged_kv" (undone by `paged_kv.detach(model)`); one that was
-        explicitly given another attention stays as it is, and is handed gathered keys and values.
+        explicitly given another attention stays as it is, and is handed gathered keys and values. Where kvpress is
+        installed, hooks on its decoder watch for presses until `detach`.
 
         Args:
             model: A transformers model.
@@ -68,6 +69,8 @@ class PagedCache(CroppingCache):
         Budget.of(cache._specs, **cache._budget)
         if _compat.attention_of(model) == _compat.default_attention(model):
             model.set_attn_implementation(ATTENTION)
+        for attachment in ATTACHMENTS:
+            attachment.attach(model)
         return cache
 
     # -- dense layers --------------------------------------------------------------------------------------------------
@@ -77,6 +80,7 @@ class PagedCache(CroppingCache):
 
         Columns as seen while nothing was cropped (a window's last ones), else the live tokens alone.
         """
+        self._catch_up()
         if self._forward is not None and layer_idx in self._forward.stash:
             offset = self._window_offset(layer_idx, self._forward.num_columns)
             whole = self._forward.stash[layer_idx]
@@ -116,6 +120,7 @@ class PagedCache(CroppingCache):
 
     def live_columns(self, layer_idx: int) -> Tensor:
         """The column of each live token of a layer: int64 `[rows, lanes, longest]`, -1 behind a shorter row's end."""
+        self._catch_up()
         assert self._batch is not None
         return self._batch.live_columns(layer_idx)
 
@@ -189,6 +194,7 @@ class PagedCache(CroppingCache):
 
     def reset(self) -> None:
         """Drop all tokens and give their pages back; the next forward may bring another number of rows."""
+        self._unsettled = None
         if self._batch is not None:
             self._batch.close()
             self._batch.memory.trim()

@@ -14,9 +14,18 @@ from allocator import KVError
 from paged_kv import _compat
 from paged_kv.appending import AppendingCache
 from paged_kv.batch import PagedBatch
-from paged_kv.keep import Keep, check_budget, keep_by_lane, keep_ends
+from paged_kv.keep import Keep, check_budget, check_indices, check_lanes, keep_by_lane, keep_ends
 from paged_kv.live import LiveTokens, Policy
 from paged_kv.spec import UnsupportedModel
+
+
+def _chosen(batch: PagedBatch, row: int, layer_idx: int, policy: Policy, budget: int) -> Sequence[np.ndarray]:
+    """A policy's keep-list of each lane of a layer of one row, checked before anything changes."""
+    tokens = batch.memory.live_tokens(batch.seqs[row], layer_idx)
+    kept = check_lanes(policy.keep(tokens, budget), tokens.num_lanes, policy, layer_idx)
+    for indices, positions in zip(kept, tokens.positions, strict=True):
+        check_indices(np.asarray(indices), len(positions), f"layer {layer_idx} in row {row}")
+    return kept
 
 
 class EmptyCache(KVError):
@@ -97,7 +106,8 @@ class CroppingCache(AppendingCache):
             Pages freed.
 
         Raises:
-            KVError: Unknown layer, negative or fractional budget, an empty cache; nothing changed.
+            KVError: Unknown layer, negative or fractional budget, an empty cache, or keep-lists of the policy that do
+                not fit the layer; nothing changed.
         """
         if not isinstance(budgets, Mapping):
             raise KVError(f"budgets must map layers to numbers of tokens, got {budgets!r:.80}")
@@ -113,10 +123,7 @@ class CroppingCache(AppendingCache):
             return 0
         rows = self._rows(None)
         chosen = [
-            {
-                layer_idx: policy.keep(batch.memory.live_tokens(batch.seqs[row], layer_idx), budget)
-                for layer_idx, budget in budgets.items()
-            }
+            {layer_idx: _chosen(batch, row, layer_idx, policy, budget) for layer_idx, budget in budgets.items()}
             for row in rows
         ]
         return self._crop_rows(batch, rows, chosen)
@@ -129,6 +136,15 @@ class CroppingCache(AppendingCache):
         """
         batch = self._cropable(layer_idx)
         return batch.memory.live_tokens(batch.seqs[self._rows(row)[0]], layer_idx)
+
+    def require_unshared(self, layer_idx: int) -> None:
+        """Refuse to go on if rows share pages of a layer, since shared pages are never rewritten.
+
+        Raises:
+            KVError: They do; or an unknown layer, or an empty cache.
+        """
+        batch = self._cropable(layer_idx)
+        batch.memory.require_unshared(layer_idx, batch.seqs)
 
     def _cropable(self, layer_idx: int) -> PagedBatch:
         if _compat.biases_by_distance(self._config):

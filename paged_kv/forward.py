@@ -1,6 +1,7 @@
 """One forward pass through a model, and what travels with it from the cache to mask and attention.
 
-Owns: the names under which things travel, the state of a forward, the handle on a key tensor.
+Owns: the names under which things travel, the state of a forward, the handle on a key tensor, who else is attached to a
+model.
 Does not know: how a cache begins or ends a forward, how attention is computed.
 """
 
@@ -33,6 +34,21 @@ HANDLE = "paged_kv_handle"
 
 #: Names of attention backends, the preferred ones first; "auto" takes the first that can run a call.
 BACKENDS = ("auto", "cpu", "varlen", "triton", "sdpa")
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a room above the cache adds to every model that a drop-in cache is made for, and how it takes it back.
+
+    `attach` says whether it added something.
+    """
+
+    attach: Callable[[Any], bool]
+    detach: Callable[[Any], None]
+
+
+#: Filled when the package is imported; see `PagedCache.for_model` and `detach`.
+ATTACHMENTS: list[Attachment] = []
 
 
 class MaskLength(int):

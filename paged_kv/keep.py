@@ -60,6 +60,19 @@ def check_budget(layer: int, budget: object) -> None:
         raise KVError(f"the budget of layer {layer} must be a number of tokens, at least 0, got {budget!r}")
 
 
+def check_lanes(kept: Sequence[np.ndarray], num_lanes: int, policy: object, layer: int) -> Sequence[np.ndarray]:
+    """What a policy chose of a layer, if it is one keep-list per page table.
+
+    Raises:
+        KVError: Fewer or more.
+    """
+    if len(kept) != num_lanes:
+        raise KVError(
+            f"{type(policy).__name__} gave {len(kept)} keep-lists for the {num_lanes} page tables of layer {layer}"
+        )
+    return kept
+
+
 def ends(length: int, first: int, last: int) -> np.ndarray:
     """The first `first` and the last `last` of `length` indices, each once."""
     if first + last >= length:

@@ -6,6 +6,7 @@ Does not know: how tokens get into pages, cropping.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ class LengthsCache(DynamicCache):
     _config: Any
     _batch: PagedBatch | None
     _forward: Forward | None
+    #: What a library left to be done to the tokens once the forward was over, if anything.
+    _unsettled: Callable[[], None] | None = None
+
+    def _catch_up(self) -> None:
+        """Do what was left to be done; it stays, for more may come until the next forward."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is None:
+            return
+        try:
+            unsettled()
+        finally:
+            self._unsettled = unsettled
 
     @uncompiled
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -36,6 +49,7 @@ class LengthsCache(DynamicCache):
 
         Positions follow the first, memory the second. They are equal until something is cropped.
         """
+        self._catch_up()
         forward, batch = self._forward, self._batch
         if layer_idx is not None:
             if layer_idx >= len(self.layers):

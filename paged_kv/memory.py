@@ -188,22 +188,21 @@ class PagedMemory:
             if stats.table_entries != stats.active_pages and needed > stats.free_pages:
                 raise OutOfPages(needed=needed, available=stats.free_pages, total=stats.total_pages)
 
-    def require_unshared(self, layer: int) -> None:
-        """Refuse to go on if sequences share pages of a layer's group, since shared pages are never rewritten.
+    def require_unshared(self, layer: int, seqs: Sequence[SeqId]) -> None:
+        """Refuse to go on if sequences share pages of a layer with others, since shared pages are never rewritten.
 
         Raises:
-            KVError: Some pages are in more than one table, or published.
+            KVError: Some of their pages are in more than one table, or published.
         """
-        stats = self.place(layer)[0].allocator.stats()
-        if stats.table_entries != stats.active_pages or stats.cached_pages:
+        group, index = self.place(layer)
+        if any(group.allocator.is_frozen(seq, index) for seq in seqs):
             raise KVError(f"the keys of layer {layer} cannot be rewritten while sequences share pages")
 
     def overwrite(self, seq: SeqId, layer: int, lane: int, keys: Tensor, values: Tensor) -> None:
         """Rewrite all live tokens of one lane in place: `[heads_per_lane, live, width]` each."""
         group, index = self.place(layer)
-        row = index * group.spec.lanes + lane
         slots = np.arange(keys.shape[1])
-        pages = group.allocator.block_tables([seq])[row, 0][slots // group.spec.page_size]
+        pages = group.allocator.block_tables([seq], index)[lane, 0][slots // group.spec.page_size]
         where = torch.from_numpy(pages.astype(np.int64)), torch.from_numpy(slots % group.spec.page_size)
         group.store.keys[where[0], :, where[1]] = keys.transpose(0, 1)
         group.store.values[where[0], :, where[1]] = values.transpose(0, 1)
@@ -307,9 +306,8 @@ class PagedMemory:
         """Private copies of a layer's live tokens and their positions, for a policy to choose from."""
         group, index = self.place(layer)
         lanes = group.spec.lanes
-        rows = slice(index * lanes, (index + 1) * lanes)
-        live = group.allocator.live_lens([seq])[rows, 0]
-        table = torch.from_numpy(group.allocator.block_tables([seq])[rows]).to(group.spec.device)
+        live = group.allocator.live_lens([seq])[index * lanes : (index + 1) * lanes, 0]
+        table = torch.from_numpy(group.allocator.block_tables([seq], index)).to(group.spec.device)
         keys, values = group.store.gather(table, int(live.max(initial=0)))
         per_lane = group.spec.heads_per_lane
         return LiveTokens(

@@ -19,6 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 LAYERS, HEADS, WIDTH, HIDDEN = 4, 4, 16, 64
+#: Learnt tokens that RestoreKV adds.
+RESTORED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,8 @@ class Entry:
         make: Builds the press; given the model.
         kind: "layers" for equal counts, "uneven" for counts by layer, "heads", "channels", "decoding".
         attention: The attention that it needs.
-        refused: Why our bridge refuses it, if it does.
+        refused: Why it is refused on pages, if it is.
+        appended: Tokens that it adds to the prompt's, or takes away.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Entry:
     kind: str = "layers"
     attention: str = "sdpa"
     refused: str = ""
+    appended: int = 0
 
 
 def model() -> Any:
@@ -94,7 +98,7 @@ def catalog() -> list[Entry]:
         Entry("BlockPress(KeyDiff)", lambda m: k.BlockPress(k.KeyDiffPress(0.5), block_size=64)),
         Entry("MergingPress(Knorm)", lambda m: k.MergingPress(k.KnormPress(0.5))),
         Entry("KeyRerotationPress(Knorm)", lambda m: k.KeyRerotationPress(k.KnormPress(0.5))),
-        Entry("FinchPress", lambda m: _finch(k, m)),
+        Entry("FinchPress", lambda m: _finch(k, m), appended=-1),
         Entry("ComposedPress(Knorm, KeyDiff)", lambda m: k.ComposedPress([k.KnormPress(0.3), k.KeyDiffPress(0.3)])),
         Entry("PyramidKVPress", lambda m: k.PyramidKVPress(0.5, window_size=8), "uneven"),
         Entry(
@@ -112,6 +116,7 @@ def catalog() -> list[Entry]:
         Entry("FastKVzipPress", lambda m: _fastkvzip(k), "heads"),
         Entry("DMSPress(Knorm)", lambda m: _dms(k, m), "heads"),
         Entry("KVzipPress", lambda m: k.KVzipPress(0.5), "heads"),
+        Entry("RestoreKVPress", lambda m: _restorekv(k, m), "heads", appended=RESTORED),
         Entry("KVgradPress", lambda m: k.KVgradPress(0.5), "heads", refused="replaces the cache's layers by its own"),
         Entry("KVComposePress(unstructured)", lambda m: k.KVComposePress(False, 0.5), "heads"),
         Entry("ThinKPress", lambda m: k.ThinKPress(0.5, window_size=16), "channels"),
@@ -206,6 +211,18 @@ def _lukv(k: Any) -> Any:
     curve = np.random.default_rng(2).uniform(0.2, 0.8, (1, LAYERS, HEADS))
     press._budget_curves = np.repeat(curve, 99, axis=0)
     return press
+
+
+def _restorekv(k: Any, net: Any) -> Any:
+    """Random restore tokens; the adapter that they are read with changes nothing."""
+
+    class Random(k.RestoreKVPress):  # type: ignore[misc]
+        def post_init_from_model(self, model: Any) -> None:
+            self.restore_embeddings = 0.02 * _random(RESTORED, HIDDEN)
+
+    for name in ("set_adapter", "enable_adapters", "disable_adapters"):
+        setattr(net, name, lambda *args: None)
+    return Random(0.5)
 
 
 def _finch(k: Any, net: Any) -> Any:

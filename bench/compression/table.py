@@ -1,4 +1,4 @@
-"""What every press frees: with kvpress alone on a `DynamicCache`, and on a `PagedCache` behind the bridge.
+"""What every press frees, as kvpress is installed: on a `DynamicCache`, and on a `PagedCache`.
 
 Run once in each environment; the figures of each transformers release are kept in a JSON file beside the table, and the
 table is written anew from all of them.
@@ -17,7 +17,6 @@ from transformers import DynamicCache
 
 from bench.compression.presses import Entry, catalog, model, prompt, tokenizer_of
 from paged_kv import PagedCache
-from paged_kv.compression.kvpress import bridge
 
 FOLDER = Path(__file__).parent / "results"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compression.md"
@@ -57,10 +56,10 @@ def _run(entry: Entry, net: Any, length: int, *, paged: bool) -> dict[str, Any]:
     if entry.name == "FinchPress":
         ids[0, length - 33] = 3
     result: dict[str, Any] = {}
-    press = bridge(entry.make(net)) if paged else entry.make(net)
+    press = entry.make(net)
     cache: Any = PagedCache.for_model(net, lanes="head") if paged else DynamicCache()
     question = prompt(length + QUESTION)[:, length:]
-    seen = length - (entry.name == "FinchPress")
+    seen = length + entry.appended
     with press(net):
         net(ids, past_key_values=cache)
         if entry.kind == "decoding":

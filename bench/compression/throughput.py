@@ -9,11 +9,13 @@ by their pages alone. What is measured:
 - crops: the share of all time that choosing and moving tokens took.
 
 Fewer bytes a row pay twice: more rows share each read of the weights, and each row's attention reads less. The first
-part ends where the weights are no longer what a step reads most; `line` says where.
+part ends where a step computes longer than it reads weights, the second needs a step that reads much KV: `line` says
+where a model stands on this machine.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -195,15 +197,42 @@ def measure(net: Any, jobs: list[Job], load: Load, lanes: Any, compression: Comp
 
 
 def line(net: Any, load: Load) -> str:
-    """Where the weights and the KV cache weigh the same in a decode step."""
+    """Where more rows at once, or fewer tokens a row, make a decode step cheaper: by arithmetic and by measurement."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
     per_token = sum(spec.bytes_per_token for spec in KVSpec.from_model(net))
     row = per_token * (load.prompt_len + load.new_len // 2)
+    few, many = load.held, 4 * load.held
+    seconds = {rows: step_seconds(net, rows) for rows in (1, few, many)}
+    times = ", ".join(f"{1000 * taken:.0f} ms with {rows} rows" for rows, taken in seconds.items())
+    gain = many / few * seconds[few] / seconds[many]
+    kind = "bound by memory" if gain > 2 else "bound by computing" if gain < 1.33 else "between memory and computing"
     return (
         f"a decode step reads {weights / 1e6:.0f} MB of weights and {row / 1e6:.1f} MB of KV a row: at "
-        f"{weights / row:.0f} rows it reads as much KV as weights. Below that, more rows at once are nearly free while "
-        "a step reads more than it computes; above it, reading less KV gains by itself. Prompts gain by neither"
+        f"{weights / row:.0f} rows it reads as much KV as weights. With short rows a step takes {times}: {kind} there, "
+        f"so that four times as many rows at once gain at most {gain:.2f} x by themselves. Beyond that, reading less KV "
+        "gains; prompts gain by neither"
     )
+
+
+def step_seconds(net: Any, rows: int, steps: int = 8) -> float:
+    """Median time of a decode step of so many rows of a few tokens, whose KV weighs nothing."""
+    options = EngineOptions(
+        num_pages=1 + net.config.num_hidden_layers * 2 * rows,
+        page_size=PAGE,
+        enable_prefix_caching=False,
+        num_draft_tokens=0,
+        max_num_seqs=rows,
+    )
+    params = SamplingParams(max_tokens=steps + 1, temperature=0.0, ignore_eos=True)
+    taken = []
+    with Engine(net, None, options) as engine:
+        for number in range(rows):
+            engine.add_request(str(number), [3 + number] * 4, params)
+        while engine.has_unfinished:
+            start = time.perf_counter()
+            engine.step()
+            taken.append(time.perf_counter() - start)
+    return statistics.median(taken[1:])
 
 
 def _cells(found: Run, base: Run) -> list[str]:

@@ -19,7 +19,7 @@ from paged_kv.attention.base import AttentionOptions, handle_of
 from paged_kv.attention.masks import LazyMask, paged_mask, take_columns
 from paged_kv.attention.sdpa import attend_dense
 from paged_kv.attention.select import pick_backend
-from paged_kv.forward import ATTENTION, LayerHandle, uncompiled, without_graph
+from paged_kv.forward import ATTACHMENTS, ATTENTION, LayerHandle, uncompiled, without_graph
 
 #: The engine's name for the same attention: without a mask function, so that no mask is made.
 PACKED_ATTENTION = "paged_kv_packed"
@@ -104,13 +104,18 @@ def attached(model: Any) -> Iterator[Any]:
     """Run `model` with "paged_kv" attention inside a `with` block, and as before after it, exceptions included."""
     before = _compat.attention_of(model)
     model.set_attn_implementation(ATTENTION)
+    added = [attachment for attachment in ATTACHMENTS if attachment.attach(model)]
     try:
         yield model
     finally:
+        for attachment in added:
+            attachment.detach(model)
         model.set_attn_implementation(before)
 
 
 def detach(model: Any) -> None:
-    """Put a model that runs "paged_kv" attention back on the one that transformers gives it by default."""
+    """Put a model back on the attention that transformers gives it by default, without the hooks of `for_model`."""
+    for attachment in ATTACHMENTS:
+        attachment.detach(model)
     if _compat.attention_of(model) == ATTENTION:
         model.set_attn_implementation(_compat.default_attention(model))

@@ -16,6 +16,7 @@ from torch import Tensor
 from allocator import KVError, SeqId
 from paged_kv.cache import PagedCache
 from paged_kv.compression.budgets import uniform
+from paged_kv.keep import check_lanes
 from paged_kv.live import LiveTokens, Policy
 from paged_kv.memory import PagedMemory
 from paged_kv.traits import budget_in, queries_needed
@@ -40,10 +41,10 @@ def crop(memory: PagedMemory, seq: SeqId, layer: int, policy: Policy, budget: in
         KVError: As the policy raises; or keys would be rewritten in pages that sequences share. Nothing changed.
     """
     tokens = memory.live_tokens(seq, layer)
-    kept = policy.keep(tokens, budget)
+    kept = check_lanes(policy.keep(tokens, budget), tokens.num_lanes, policy, layer)
     new_keys = rewritten(policy, tokens, kept)
     if new_keys is not None:
-        memory.require_unshared(layer)
+        memory.require_unshared(layer, [seq])
     freed = memory.crop(seq, {(layer, lane): indices for lane, indices in enumerate(kept)})
     for lane, keys in enumerate(new_keys or ()):
         values = tokens.values[lane][:, np.asarray(kept[lane])]
@@ -69,7 +70,7 @@ def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] 
     noting = _Noting(policy)
     if getattr(policy, "rerotate", False):
         for layer in budgets:
-            cache.memory.require_unshared(layer)
+            cache.require_unshared(layer)
     freed = cache.crop_layers(budgets, noting)
     for layer, rows in noting.new_keys.items():
         dense = cache.layers[layer].keys

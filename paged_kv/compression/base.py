@@ -54,8 +54,14 @@ class ScorePolicy(ABC):
         """
 
     def lane_scores(self, tokens: LiveTokens, lane: int) -> Tensor:
-        """One score per live token of a lane: `[live]`."""
-        scores = self.scores(tokens, lane)
+        """One score per live token of a lane: `[live]`.
+
+        Raises:
+            KVError: `scores` gave another number of them.
+        """
+        scores, live = self.scores(tokens, lane), len(tokens.positions[lane])
+        if scores.shape[-1:] != (live,) or scores.ndim > 2:
+            raise KVError(f"{type(self).__name__} gave scores of shape {tuple(scores.shape)} for {live} live tokens")
         return scores.mean(dim=0) if scores.ndim == 2 else scores
 
     def keep(self, tokens: LiveTokens, budget: int) -> Sequence[np.ndarray]:

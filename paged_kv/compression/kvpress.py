@@ -1,34 +1,31 @@
-"""NVIDIA's kvpress: its presses on paged caches, and its presses as policies.
+"""NVIDIA's kvpress: its presses as policies, and its presses where `PagedCache.for_model` is not asked.
 
-Owns: which kvpress is supported, `bridge(press)` for `with` blocks, `policy(press)` for crops by budget.
+Owns: `policy(press)` for crops by budget, `bridge(press)` for `with` blocks.
 Does not know: how hooks are hung (`pressing`), how a press looks as a policy from inside (`press_policy`).
 
+A press itself needs none of this: `with press(model): ...` works with caches made by `PagedCache.for_model(model)`.
 kvpress is an optional dependency (`pip install "paged-kv[kvpress]"`), looked for when a function here is called.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import Any
 
-from paged_kv.compression.errors import UnsupportedMethod
 from paged_kv.compression.press_policy import PressPolicy, policy_of
+from paged_kv.compression.presses import TESTED, require_pageable, require_tested
 from paged_kv.compression.pressing import Bridge
 from paged_kv.live import Policy
 from paged_kv.traits import TokenBudget
 
-__all__ = ["Bridge", "PressPolicy", "bridge", "policy"]
-
-#: Releases of kvpress that the tests run with.
-TESTED = ("0.5.5",)
+__all__ = ["TESTED", "Bridge", "PressPolicy", "bridge", "policy"]
 
 
 def bridge(press: Any, *, untested: bool = False) -> Bridge:
-    """A press that works with `PagedCache` on every supported transformers, used in its place.
+    """A press with hooks of ours for its `with` block alone, used in its place.
 
-    `with bridge(press)(model): model.generate(ids, past_key_values=PagedCache.for_model(model, lanes="head"))` frees
-    pages for every kind of press, those of single heads included, and runs on transformers releases that rename what
-    kvpress's hooks look for. All hooks are on this model and gone after the block.
+    A press works on a `PagedCache.for_model` by itself. Behind the bridge it also works on caches made without a model,
+    on plain caches under transformers releases that rename what kvpress's hooks look for, and with other releases of
+    kvpress; and what it does when its block ends (KVzip and its kin) is done to the cache there and then.
 
     Args:
         press: Any press of kvpress.
@@ -37,11 +34,10 @@ def bridge(press: Any, *, untested: bool = False) -> Bridge:
     Raises:
         UnsupportedMethod: kvpress is not installed, its release is not tested, or the press cannot work.
     """
-    _require_kvpress(untested)
-    name = type(press).__name__
-    if name == "KVgradPress":
-        raise UnsupportedMethod("KVgradPress puts layers of its own into the cache and cannot work with pages")
-    return Bridge(press, rerotates=_rerotates(press))
+    if not untested:
+        require_tested()
+    require_pageable([press])
+    return Bridge(press, untested=untested)
 
 
 def policy(press: Any, model: Any = None, *, budget: TokenBudget = None, untested: bool = False) -> Policy:
@@ -56,24 +52,6 @@ def policy(press: Any, model: Any = None, *, budget: TokenBudget = None, unteste
     Raises:
         UnsupportedMethod: kvpress is not installed or not tested, or the press needs more than a layer's tokens.
     """
-    _require_kvpress(untested)
+    if not untested:
+        require_tested()
     return policy_of(press, model, budget)
-
-
-def _require_kvpress(untested: bool) -> None:
-    try:
-        version = importlib.metadata.version("kvpress")
-    except importlib.metadata.PackageNotFoundError:
-        raise UnsupportedMethod('kvpress is not installed: pip install "paged-kv[kvpress]"') from None
-    if version not in TESTED and not untested:
-        raise UnsupportedMethod(
-            f"kvpress {version} is not among the tested releases ({', '.join(TESTED)}): pass untested=True to go on"
-        )
-
-
-def _rerotates(press: Any) -> bool:
-    """Whether a press turns kept keys to positions from zero on."""
-    inner = getattr(press, "presses", None)
-    if isinstance(inner, (list, tuple)):
-        return any(_rerotates(part) for part in inner)
-    return type(press).__name__ == "KeyRerotationPress" or bool(getattr(press, "rerotate_keys", False))

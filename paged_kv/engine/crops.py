@@ -76,19 +76,29 @@ class CropPlan:
         """Whether anything may still be cropped once the prompt is."""
         return self.every is not None or self.longest is not None or self.floor is not None
 
+    @property
+    def bounds_output(self) -> bool:
+        """Whether scheduled crops bound what the longest layer holds, however long the output gets."""
+        return bool(self.budgets) and not self.is_partial and (self.every is not None or self.longest is not None)
+
     def most_live(self, num_prompt: int, num_tokens: int) -> int:
         """Tokens that the longest layer holds at most on the way to `num_tokens`, prompt and output."""
         if not self.budgets or self.is_partial:
             return num_tokens
-        budget = max(self.budgets.values())
         prompt = min(num_prompt, num_tokens)
         if self.chunk is not None:
-            prompt = min(prompt, budget + self.chunk)
-        output = max(0, num_tokens - num_prompt)
+            prompt = min(prompt, max(self.budgets.values()) + self.chunk)
+        return max(prompt, self.most_live_after(num_prompt, num_tokens))
+
+    def most_live_after(self, num_prompt: int, num_tokens: int) -> int:
+        """The same once the prompt has been cropped."""
+        if not self.budgets or self.is_partial:
+            return num_tokens
+        budget = max(self.budgets.values())
+        after = min(budget, num_prompt) + max(0, num_tokens - num_prompt)
         if self.every is not None:
-            output = min(output, self.every)
-        after = min(budget, num_prompt) + output
-        return max(prompt, after if self.longest is None else min(after, self.longest))
+            after = min(after, budget + self.every)
+        return after if self.longest is None else min(after, self.longest)
 
     def reusable(self, num_prompt: int) -> int:
         """Prompt tokens that may come from the prefix cache: the first crop must find its queries, and fall due."""

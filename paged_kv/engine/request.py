@@ -17,6 +17,9 @@ from allocator import SeqId
 from paged_kv.engine.crops import CropPlan
 from paged_kv.engine.params import SamplingParams
 
+#: Tokens of an output without a limit.
+_ENDLESS = 1 << 30
+
 
 class Logprob(float):
     """A log probability: a number that also has vLLM's fields.
@@ -214,6 +217,20 @@ class Row:
         if crops is None:
             return self.num_todo
         return min(self.num_todo, max(1, crops.most_live(self.num_prompt, len(self.tokens)) - self.num_live))
+
+    @property
+    def to_come(self) -> int:
+        """Tokens that its longest layer may come to hold beside those it holds now, as far as crops bound it.
+
+        Output that nothing crops is not counted beyond the next token: it may end any time.
+        """
+        crops, most = self.request.crops, self.request.params.max_tokens
+        if crops is None or not crops.bounds_output:
+            return self.to_hold
+        length = self.num_prompt + (_ENDLESS if most is None else most)
+        has_prompt = self.num_computed >= self.num_prompt
+        peak = (crops.most_live_after if has_prompt else crops.most_live)(self.num_prompt, length)
+        return max(self.to_hold, min(length - self.num_computed, peak - self.num_live))
 
     @property
     def floor(self) -> int | None:

@@ -201,8 +201,9 @@ class Scheduler:
         """Start waiting rows in order, as far as tokens, seats and pages go."""
         budget = self.limits.max_num_batched_tokens - sum(work.values())
         seats = self.limits.max_num_seqs - sum(self._seats(row) for row in self._running)
-        # Every prompt that has begun is counted in full, so that two long ones are not started on the room for one.
-        pending = {row: max(work.get(row, 0), row.to_hold) for row in self._running}
+        # Every prompt that has begun is counted in full, so that two long ones are not started on the room for one, and
+        # so is what a row grows by until its next scheduled crop.
+        pending = {row: max(work.get(row, 0), row.to_come) for row in self._running}
         in_flight = self._prefixes.in_flight(self._running)
         deferred: list[Row] = []
         while budget > 0 and seats > 0 and len(deferred) < 4 * self.limits.max_num_seqs:
@@ -224,7 +225,7 @@ class Scheduler:
                 self._blocked = True
                 break
             seats -= self._seats(row)
-            pending[row] = row.to_hold
+            pending[row] = row.to_come
             if row.request.lockstep and row.request.forked and row.num_todo == 1:
                 continue  # its siblings may be ready, but are not planned: all of them step next time
             if count := min(self._wanted(row), budget):
@@ -241,7 +242,8 @@ class Scheduler:
         seq, cached = self._memory.open(known, scope=request.scope, limit=request.most_cached)
         row.num_computed = row.num_live = cached
         seqs = [other.seq for other in pending if other.seq is not None]
-        answer = self._memory.can_append([*seqs, seq], [*pending.values(), row.to_hold])
+        needed = row.to_come if pending else row.to_hold
+        answer = self._memory.can_append([*seqs, seq], [*pending.values(), needed])
         spare = answer.available - answer.needed
         crowded = spare < self.limits.watermark or not self._floors_fit([*pending, row], answer.total)
         if answer.verdict is not Verdict.OK or (pending and crowded):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from allocator import BlockAllocator, LayerKind, SeqId
+from allocator import BlockAllocator, InvalidArgument, LayerKind, SeqId
 
 
 @pytest.fixture
@@ -28,6 +28,35 @@ def test_padded_tables_hold_each_row_and_null_pages(batch: tuple[BlockAllocator,
     assert len(np.unique(padded[padded > 0])) == held.sum() == allocator.stats().active_pages
     assert allocator.block_tables([]).shape == (4, 0, 1)
     assert allocator.block_tables(seqs[2:3]).tolist() == [[[0]]] * 4
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_tables_of_one_layer_are_its_rows_of_the_padded_table(
+    batch: tuple[BlockAllocator, list[SeqId]], layer: int
+) -> None:
+    allocator, seqs = batch
+    for chosen in (seqs, seqs[:2], seqs[1:2], seqs[2:3], []):
+        whole, alone = allocator.block_tables(chosen), allocator.block_tables(chosen, layer)
+        assert alone.dtype == np.int32
+        assert (alone == whole[layer * 2 : layer * 2 + 2, :, : alone.shape[2]]).all()
+        assert (whole[layer * 2 : layer * 2 + 2, :, alone.shape[2] :] == 0).all()
+    assert allocator.block_tables(seqs[1:2], 0).shape == (2, 1, 5), "no wider than its own longest row"
+    with pytest.raises(InvalidArgument, match="layer"):
+        allocator.block_tables(seqs, 2)
+
+
+def test_pages_are_frozen_layer_by_layer(batch: tuple[BlockAllocator, list[SeqId]]) -> None:
+    allocator, seqs = batch
+    assert not any(allocator.is_frozen(seq, layer) for seq in seqs for layer in range(2))
+    [copy] = allocator.fork(seqs[0])
+    assert allocator.is_frozen(copy, 0)
+    assert allocator.is_frozen(seqs[0], 1)
+    assert not allocator.is_frozen(seqs[1], 0), "others share nothing"
+    allocator.crop(copy, {0: [1, 3, 5]})
+    assert not allocator.is_frozen(copy, 0)
+    assert allocator.is_frozen(copy, 1)
+    allocator.close(copy)
+    assert not allocator.is_frozen(seqs[0], 1)
 
 
 @pytest.mark.parametrize(("layer", "lane"), [(0, 0), (1, 0), (1, 1)])

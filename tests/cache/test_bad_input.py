@@ -18,6 +18,16 @@ from paged_kv.compression import KeyNorm, StreamingLLM
 from tests.tiny import padded, tiny_model, tokens
 
 
+class _Gives:
+    """A policy that gives the same keep-lists whatever it is asked."""
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+    def keep(self, live: Any, budget: int) -> Any:
+        return self.kept
+
+
 @pytest.fixture
 def held() -> tuple[Any, PagedCache]:
     """A model and a cache that holds 20 tokens."""
@@ -42,6 +52,12 @@ CROPS: list[Any] = [
     pytest.param(lambda c: c.crop_layer(0, keep=[0], row=1), "row 1", id="row out of range"),
     pytest.param(lambda c: c.crop_layer(0, keep=[[0], [1]]), "2 lists for 1 rows", id="more lists than rows"),
     pytest.param(lambda c: c.crop_heads(0, [[0], [1], [2], [3]]), 'lanes="head"', id="heads without lanes"),
+    pytest.param(lambda c: c.crop_layers({0: 8}, _Gives(())), "_Gives gave 0 keep-lists for the 1 ", id="no keep-list"),
+    pytest.param(
+        lambda c: c.crop_layers({0: 8}, _Gives([range(8)] * 4)), "4 keep-lists for the 1 page tables", id="four for one"
+    ),
+    pytest.param(lambda c: c.crop_layers({0: 8}, _Gives([[3, 2]])), "increasing", id="a policy's list out of order"),
+    pytest.param(lambda c: c.crop_layers({0: 8}, _Gives([[999]])), "999", id="a policy's list out of range"),
     pytest.param(lambda c: c.crop_layers({0: -1}, KeyNorm()), "-1", id="negative budget"),
     pytest.param(lambda c: c.crop_layers({0: 0.5}, KeyNorm()), "0.5", id="a ratio for a budget"),
     pytest.param(lambda c: c.crop_layers({0: 8}, StreamingLLM(rerotate=True)), "rerotate", id="keys that turn"),
@@ -64,6 +80,43 @@ def test_a_wrong_crop_names_what_is_wrong_and_changes_nothing(
     with torch.no_grad():
         model(tokens(1, 1), past_key_values=cache)
     assert cache.layer_lengths() == [21] * 4
+
+
+class _GoodForTheFirst(_Gives):
+    """A policy whose second answer is out of range."""
+
+    def keep(self, live: Any, budget: int) -> Any:
+        answer, self.kept = self.kept, [[99]] * live.num_lanes
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        pytest.param(lambda c: c.crop_heads(0, [[0], [1], [2]]), "keep names 3 heads, layer 0 has 4 lanes", id="few"),
+        pytest.param(lambda c: c.crop_heads(0, [[0]] * 5), "keep names 5 heads, layer 0 has 4 lanes", id="many"),
+        pytest.param(lambda c: c.crop_heads(0, [[0], [1], [2], [20]]), "20 is outside the 20", id="one out of range"),
+        pytest.param(lambda c: c.crop_heads(0, [[0], [4, 1], [2], [3]]), "4 before 1", id="one out of order"),
+        pytest.param(
+            lambda c: c.crop_heads(0, [[0], [[1], [2], [3]], [2], [3]]), "3 lists for 2 rows", id="too many rows"
+        ),
+        pytest.param(lambda c: c.crop_layers({0: 8}, _Gives([[0]] * 3)), "3 keep-lists for the 4 page", id="policy"),
+        pytest.param(
+            lambda c: c.crop_layers({0: 8}, _GoodForTheFirst([[0, 1]] * 4)), "99 is outside .*row 1", id="second row"
+        ),
+    ],
+)
+def test_a_wrong_crop_of_heads_names_what_is_wrong_and_changes_nothing(
+    call: Callable[[PagedCache], Any], message: str
+) -> None:
+    model = tiny_model("llama")
+    cache = PagedCache.for_model(model, page_size=4, lanes="head")
+    with torch.no_grad():
+        model(tokens(2, 20), past_key_values=cache)
+    with pytest.raises(KVError, match=message):
+        call(cache)
+    assert [cache.layer_lengths(row) for row in range(2)] == [[20] * 4] * 2
+    cache.check()
 
 
 def test_running_out_of_pages_says_how_many_and_writes_nothing() -> None:

@@ -203,8 +203,9 @@ def test_the_bridge_leaves_the_model_as_it_was_also_after_an_error(model: Any) -
     cache = PagedCache.for_model(model, num_pages=2)
     with pytest.raises(OutOfPages), bridge(kvpress.KnormPress(0.5))(model):
         run(model, prompts()[0], cache)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    detach(model)
     for module in [model.model, *modules]:
         assert not module._forward_hooks and not module._forward_pre_hooks
         assert not hasattr(module, "masked_key_indices")
-    detach(model)
     assert model.config._attn_implementation == "sdpa"

@@ -1,4 +1,4 @@
-"""Every press of kvpress works behind the bridge, with the logits that kvpress alone has, and frees what it drops."""
+"""Every press of kvpress works as it is installed, with the logits that it has on a plain cache, and frees pages."""
 
 from __future__ import annotations
 

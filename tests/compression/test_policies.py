@@ -181,9 +181,17 @@ def test_budgets_across_layers(budgets: dict[int, int], expected: list[int]) -> 
     assert list(budgets.values()) == expected
 
 
+class Wrong(ScorePolicy):
+    """Scores all live tokens but one."""
+
+    def scores(self, tokens: Any, lane: int) -> torch.Tensor:
+        return tokens.values[lane].norm(dim=-1)[:, 1:]
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        pytest.param(lambda: Wrong().keep(layer(NORMS), 2), KVError, "Wrong gave scores of shape", id="few scores"),
         pytest.param(lambda: KeyNorm().keep(layer(NORMS), -1), KVError, "at least 0, got -1", id="negative budget"),
         pytest.param(lambda: KeyNorm().keep(layer(NORMS), 0.5), KVError, "got 0.5", id="a ratio for a budget"),
         pytest.param(lambda: KeyNorm().keep(layer(NORMS), True), KVError, "got True", id="a truth value"),

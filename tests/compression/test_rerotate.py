@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import DynamicCache
 
 from allocator import KVError
 from paged_kv import PagedCache
 from paged_kv.compression import KeyNorm, Rotary, StreamingLLM, UnsupportedMethod, compress, crop
+from paged_kv.engine.compress import Compression
+from paged_kv.engine.engine import Engine
+from paged_kv.engine.options import EngineOptions
+from paged_kv.engine.params import SamplingParams
 from tests.tiny import padded, tiny_model, tokens
 
 
@@ -101,3 +106,76 @@ def test_a_model_whose_keys_cannot_be_turned_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedMethod, match=message):
         StreamingLLM(rerotate=True).for_model(tiny_model(family, **changes))
+
+
+def positions_within_the_cache(model: Any, ids: Tensor, sinks: int, budget: int, every: int, count: int) -> list[int]:
+    """Greedy tokens of a plain cache whose positions are always 0 to its length: cropped after the prompt, then again
+    and again after `every` tokens, each time with the kept keys turned to where they stand now."""
+    model.set_attn_implementation("sdpa")
+    cache, rotary, made, token = DynamicCache(config=model.config), Rotary.of(model), [], ids
+    with torch.no_grad():
+        for step in range(count):
+            start = 0 if step == 0 else cache.layers[0].keys.shape[2]
+            where = torch.arange(start, start + token.shape[1])[None]
+            logits = model(token, past_key_values=cache, position_ids=where).logits
+            live = cache.layers[0].keys.shape[2]
+            if step % every == 0 and live > budget:
+                kept = torch.tensor([*range(sinks), *range(live - budget + sinks, live)])
+                for layer in cache.layers:
+                    layer.keys = rotary.turn(layer.keys[:, :, kept], torch.arange(budget) - kept)
+                    layer.values = layer.values[:, :, kept]
+            token = logits[:, -1:].argmax(dim=-1)
+            made.append(int(token))
+    return made
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_requests_in_the_engine_turn_keys_at_every_crop(family: str) -> None:
+    model = tiny_model(family)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight *= 5  # attention far from uniform, so that greedy tokens depend on positions
+    prompts = [tokens(1, 40 + 9 * number, seed=number) for number in range(3)]
+    want = [positions_within_the_cache(model, ids, 2, 12, 4, 15) for ids in prompts]
+    unturned = StreamingLLM(2)
+    turned = StreamingLLM(2, rerotate=True).for_model(model)
+
+    def run(policies: list[StreamingLLM], **changes: Any) -> list[Any]:
+        options = EngineOptions(num_pages=999, page_size=4, enable_prefix_caching=False, **changes)
+        with Engine(model, None, options) as engine:
+            for number, (ids, policy) in enumerate(zip(prompts, policies, strict=True)):
+                asked = Compression(policy, 12, every=4)
+                params = SamplingParams(max_tokens=15, temperature=0.0, ignore_eos=True, compression=asked)
+                engine.add_request(str(number), ids[0].tolist(), params)
+            # Beside them, a request whose completions share pages.
+            shared = SamplingParams(n=3, max_tokens=20, temperature=1.0, seed=1, ignore_eos=True)
+            engine.add_request("shared", prompts[0][0].tolist(), shared)
+            results = {}
+            while engine.has_unfinished:
+                results.update({result.request_id: result for result in engine.step()})
+            engine.check()
+            assert engine.stats().pages_used == 0
+        return [results[str(number)] for number in range(3)]
+
+    assert [list(result.token_ids) for result in run([turned] * 3)] == want
+    assert [list(result.token_ids) for result in run([turned] * 3, lanes="head")] == want
+    mixed = [list(result.token_ids) for result in run([turned, unturned, turned])]
+    assert mixed[::2] == want[::2]
+    assert mixed[1] != want[1], "where keys stay is seen in the tokens"
+
+
+def test_completions_that_share_pages_are_not_turned_and_say_so() -> None:
+    model = tiny_model("llama")
+    policy = StreamingLLM(2, rerotate=True).for_model(model)
+    with Engine(model, None, EngineOptions(num_pages=999, page_size=4, enable_prefix_caching=False)) as engine:
+        asked = Compression(policy, 24, every=1)
+        params = SamplingParams(n=2, max_tokens=8, temperature=1.0, seed=0, ignore_eos=True, compression=asked)
+        engine.add_request("0", tokens(1, 40)[0].tolist(), params)
+        [result] = [result for _ in range(20) for result in engine.step()]
+    assert result.finish_reason == "error"
+    assert "cannot be rewritten while sequences share pages" in str(result.error)
+    with Engine(model, None, EngineOptions(num_pages=999, enable_prefix_caching=True)) as engine:
+        params = SamplingParams(compression=Compression(policy, 24))
+        with pytest.raises(ValueError, match="set enable_prefix_caching=False"):
+            engine.add_request("0", tokens(1, 40)[0].tolist(), params)

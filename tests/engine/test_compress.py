@@ -75,6 +75,9 @@ def test_what_a_row_holds_at_most_follows_from_its_crops() -> None:
     assert crops(Compression(KeyNorm(), 4, chunk=8)).most_live(100, 100) == 12
     assert crops(Compression(KeyNorm(), 4, chunk=8, every=3)).most_live(100, 150) == 12
     assert crops(Compression(KeyNorm(), 4, chunk=8, longest=20)).most_live(100, 150) == 20
+    assert crops(Compression(KeyNorm(), 8, every=3)).most_live(2, 50) == 11, "a short prompt grows to the budget first"
+    assert crops(Compression(KeyNorm(), 8, every=3)).most_live(2, 6) == 6
+    assert crops(Compression(KeyNorm(), 4, every=3)).most_live_after(100, 150) == 7
     assert crops(Compression(KeyNorm(), {0: 4}, chunk=8)).most_live(100, 100) == 100, "other layers keep all"
     assert crops(Compression(KeyNorm(), floor=4)).most_live(100, 120) == 120
 

@@ -7,12 +7,17 @@ import random
 import pytest
 
 from allocator import BlockAllocator, SeqId
+from paged_kv.engine.crops import CropPlan
 from paged_kv.engine.params import SamplingParams
 from paged_kv.engine.plan import Limits
 from paged_kv.engine.request import Request, Row
 from paged_kv.engine.scheduler import Scheduler
 
 PAGE = 4
+
+
+class KeepOldest:
+    """A policy that nothing here runs."""
 
 
 class Pages:
@@ -285,3 +290,74 @@ def test_every_request_ends_and_the_oldest_is_never_preempted_on_a_tight_pool(se
                 sched.finish(row, "abort")
     assert all(not each.rows for each in live.values())
     assert pages.allocator.stats().active_pages == 0
+
+
+def cropping(number: int, crops: CropPlan | None, length: int = 40, max_tokens: int = 100) -> Request:
+    asked = request(number, length, max_tokens=max_tokens)
+    asked.crops = crops
+    return asked
+
+
+def run_cropped(sched: Scheduler, pages: Pages) -> int:
+    """Run to the end with scheduled crops that keep the oldest tokens; returns the most rows that ran at once."""
+    most = 0
+    while sched.has_work:
+        before = sched.running
+        run_step(sched, pages)
+        for row in {*before, *sched.running}:
+            crops = row.request.crops
+            if row.seq is None or row not in sched.running or crops is None:
+                continue
+            if crops.is_due(row.num_prompt, row.num_computed, row.num_live):
+                budget = crops.budgets[0]
+                live = int(pages.allocator.live_lens([row.seq]).max())
+                pages.allocator.crop(row.seq, {layer: range(min(live, budget)) for layer in crops.budgets})
+                row.num_live = min(live, budget)
+                sched.pages_freed()
+        most = max(most, len(sched.running))
+    return most
+
+
+@pytest.mark.parametrize("when", [{"every": 16}, {"longest": 24}, {"every": 16, "chunk": 16}], ids=str)
+def test_admission_counts_what_cropped_rows_grow_by_until_their_next_crop(when: dict[str, int]) -> None:
+    # Beside one prompt of 40 the pool holds 7 rows that have just been cropped to 8, but no more than 4 at their peak.
+    sched, pages = scheduler(2 * 36, max_num_seqs=32, max_num_batched_tokens=64)
+    crops = CropPlan(KeepOldest(), {0: 8, 1: 8}, **when)
+    for number in range(12):
+        sched.add(cropping(number, crops))
+    most = run_cropped(sched, pages)
+    assert sched.num_preemptions == 0
+    assert most >= 4
+
+
+def test_a_row_alone_starts_even_if_its_peak_would_not_fit() -> None:
+    sched, pages = scheduler(1 + 2 * 11, max_num_seqs=8, max_num_batched_tokens=64)
+    sched.add(cropping(0, CropPlan(KeepOldest(), {0: 40, 1: 40}, every=40), length=30, max_tokens=8))
+    run_cropped(sched, pages)
+    assert pages.allocator.stats().active_pages == 0
+    assert sched.num_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("crops", "computed", "output", "expected"),
+    [
+        pytest.param(None, 0, 0, 40, id="no crops: the prompt"),
+        pytest.param(None, 40, 1, 1, id="no crops: the next token"),
+        pytest.param({"every": 16}, 0, 0, 40, id="the prompt is the peak"),
+        pytest.param({"every": 64}, 0, 0, 72, id="growth is the peak"),
+        pytest.param({"every": 16}, 44, 5, 12, id="what is left until the next crop"),
+        pytest.param({"every": 64}, 138, 99, 2, id="no more than its last tokens"),
+        pytest.param({"longest": 20}, 44, 5, 8, id="up to a length"),
+        pytest.param({"every": 16, "is_partial": True}, 44, 5, 1, id="some layers keep all"),
+        pytest.param({}, 44, 5, 1, id="one crop alone"),
+    ],
+)
+def test_tokens_that_a_row_may_come_to_hold(
+    crops: dict[str, int] | None, computed: int, output: int, expected: int
+) -> None:
+    plan = None if crops is None else CropPlan(KeepOldest(), {0: 8, 1: 8}, **crops)
+    row = cropping(0, plan).rows[0]
+    row.tokens += [7] * output
+    row.num_computed = computed
+    row.num_live = computed if computed <= 40 else 8 + (computed - 40) % (crops or {}).get("every", 1000)
+    assert row.to_come == expected
