@@ -17,6 +17,7 @@ from paged_kv.batch import PagedBatch
 from paged_kv.keep import Keep, check_budget, check_indices, check_lanes, keep_by_lane, keep_ends
 from paged_kv.live import LiveTokens, Policy
 from paged_kv.spec import UnsupportedModel
+from paged_kv.traits import why_no_policy
 
 
 def _chosen(batch: PagedBatch, row: int, layer_idx: int, policy: Policy, budget: int) -> Sequence[np.ndarray]:
@@ -111,8 +112,8 @@ class CroppingCache(AppendingCache):
         """
         if not isinstance(budgets, Mapping):
             raise KVError(f"budgets must map layers to numbers of tokens, got {budgets!r:.80}")
-        if not callable(getattr(policy, "keep", None)):
-            raise KVError(f"policy must be one of paged_kv.compression, an object with keep(), got {policy!r:.80}")
+        if reason := why_no_policy(policy):
+            raise KVError(f"{reason}, got {policy!r:.80}")
         if getattr(policy, "rerotate", False):
             raise KVError("crop_layers does not turn keys: use paged_kv.compression.compress for rerotate=True")
         for layer_idx, budget in budgets.items():

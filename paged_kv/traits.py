@@ -2,7 +2,7 @@
 
 All three are optional attributes of a policy, so that anything with a method `keep` is one.
 
-Owns: reading them, through policies that are made of policies.
+Owns: what makes a policy one; reading them, through policies that are made of policies.
 Does not know: torch, methods, when to crop.
 """
 
@@ -12,6 +12,15 @@ from collections.abc import Mapping
 
 #: Tokens that each lane keeps: the same in all layers, by model layer index, or not said.
 TokenBudget = int | Mapping[int, int] | None
+
+
+def why_no_policy(policy: object) -> str | None:
+    """Why something chooses no tokens, and what to do if it is a press of kvpress; None for a policy."""
+    if callable(getattr(policy, "keep", None)):
+        return None
+    is_press = any(base.__module__.split(".")[0] == "kvpress" for base in type(policy).__mro__)
+    hint = "; paged_kv.compression.kvpress.policy(press, budget=...) makes one of a press" if is_press else ""
+    return f"a policy chooses with a method `keep`, {type(policy).__name__} has none{hint}"
 
 
 def budget_in(policy: object, layer: int) -> int | None:

@@ -19,7 +19,7 @@ from paged_kv.compression.budgets import uniform
 from paged_kv.keep import check_lanes
 from paged_kv.live import LiveTokens, Policy
 from paged_kv.memory import PagedMemory
-from paged_kv.traits import budget_in, queries_needed
+from paged_kv.traits import budget_in, queries_needed, why_no_policy
 
 
 def record_queries(cache: PagedCache | PagedMemory, policy: Policy) -> None:
@@ -66,6 +66,7 @@ def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] 
     Raises:
         KVError: As `PagedCache.crop_layers` and the policy; nothing changed.
     """
+    _require_policy(policy)
     budgets = _budgets(cache, policy, budget)
     noting = _Noting(policy)
     if getattr(policy, "rerotate", False):
@@ -83,6 +84,16 @@ def compress(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] 
         cache.layers[layer].keys = dense
         cache.layers[layer].values = values
     return freed
+
+
+def _require_policy(policy: object) -> None:
+    """Refuse what chooses no tokens.
+
+    Raises:
+        KVError: The message says what to do with a press of kvpress.
+    """
+    if reason := why_no_policy(policy):
+        raise KVError(reason)
 
 
 def _budgets(cache: PagedCache, policy: Policy, budget: int | Mapping[int, int] | None) -> Mapping[int, int]:
@@ -122,7 +133,9 @@ def compressing(
 
     Raises:
         ValueError: `every` or `longest` is below 1.
+        KVError: What is given for a policy is none.
     """
+    _require_policy(policy)
     for name, value in (("every", every), ("longest", longest)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 token, got {value}")

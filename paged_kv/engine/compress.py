@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paged_kv.engine.crops import CropPlan
-from paged_kv.traits import budget_in, protected_by, queries_needed
+from paged_kv.traits import budget_in, protected_by, queries_needed, why_no_policy
 
 if TYPE_CHECKING:
     from paged_kv.live import Policy
@@ -45,8 +45,8 @@ class Compression:
     floor: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.policy, "keep", None)):
-            raise ValueError(f"a policy chooses with a method `keep`, {type(self.policy).__name__} has none")
+        if reason := why_no_policy(self.policy):
+            raise ValueError(reason)
         if isinstance(self.budget, (list, range)):
             object.__setattr__(self, "budget", tuple(self.budget))
         _check_budgets(self.policy, _numbers(self.budget))

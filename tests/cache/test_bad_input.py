@@ -62,7 +62,11 @@ CROPS: list[Any] = [
     pytest.param(lambda c: c.crop_layers({0: 0.5}, KeyNorm()), "0.5", id="a ratio for a budget"),
     pytest.param(lambda c: c.crop_layers({0: 8}, StreamingLLM(rerotate=True)), "rerotate", id="keys that turn"),
     pytest.param(lambda c: c.crop_layers(None, KeyNorm()), "map layers", id="no budgets"),
-    pytest.param(lambda c: c.crop_layers({0: 8}, "streaming"), "keep\\(\\), got 'streaming'", id="a policy by name"),
+    pytest.param(
+        lambda c: c.crop_layers({0: 8}, "streaming"),
+        "method `keep`, str has none, got 'streaming'",
+        id="a policy by name",
+    ),
     pytest.param(lambda c: c.crop_layers({7: 3}, KeyNorm()), "layer 7", id="budget of an unknown layer"),
     pytest.param(lambda c: c.crop_layers({0: 3, 7: 3}, KeyNorm()), "layer 7", id="one good, one unknown layer"),
 ]

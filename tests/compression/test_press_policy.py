@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from paged_kv import PagedCache
-from paged_kv.compression import BudgetTooSmall, NeedsQueries, UnsupportedMethod, compress, record_queries
+from allocator import KVError
+from paged_kv import PagedCache, SamplingParams
+from paged_kv.compression import (
+    BudgetTooSmall,
+    NeedsQueries,
+    UnsupportedMethod,
+    compress,
+    compressing,
+    record_queries,
+)
 from paged_kv.compression.kvpress import TESTED, bridge, policy
 from tests.compression.press_models import kept_by_press, kept_by_us, plain, press_model, prompts
 
@@ -116,6 +124,20 @@ def test_a_press_that_needs_more_is_refused_by_name(model: Any, press: Callable[
     with pytest.raises(UnsupportedMethod, match=message):
         compress(cache, policy(press()), 40)
     assert cache.layer_lengths() == [128] * 4
+
+
+def test_a_press_where_a_policy_belongs_is_told_how_to_become_one(model: Any) -> None:
+    cache = PagedCache.for_model(model)
+    with torch.no_grad():
+        model(prompts()[0], past_key_values=cache)
+    for use in (
+        lambda press: compress(cache, press, 40),
+        lambda press: compressing(model, press, 40).__enter__(),
+        lambda press: cache.crop_layers({0: 40}, press),
+        lambda press: SamplingParams(compression=press),
+    ):
+        with pytest.raises((KVError, ValueError), match=r"KnormPress has none; paged_kv.compression.kvpress.policy\("):
+            use(kvpress.KnormPress(0.5))
 
 
 def test_a_window_larger_than_the_budget_is_refused(model: Any) -> None:
