@@ -209,7 +209,7 @@ def line(net: Any, load: Load) -> str:
     return (
         f"a decode step reads {weights / 1e6:.0f} MB of weights and {row / 1e6:.1f} MB of KV a row: at "
         f"{weights / row:.0f} rows it reads as much KV as weights. With short rows a step takes {times}: {kind} there, "
-        f"so four times as many rows at once gain at most {gain:.2f} x by themselves. Past that, reading less KV gains; "
+        f"so four times as many rows at once gain at most {gain:.2f} x by themselves. Past that, less KV gains; "
         "prompts gain by neither"
     )
 
