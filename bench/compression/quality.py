@@ -29,19 +29,23 @@ SECRETS = (7391, 2846, 5108)
 def run(net: Any, tokenizer: Any, load: Load, names: list[str] | None, depths: Sequence[float]) -> None:
     """Print one table: a line for each method."""
     chosen = {name: how for name, how in methods(net, load).items() if names is None or name in names}
+    stream = token_stream(tokenizer)
     print(f"prompts of {load.prompt_len} tokens, budget {load.budget} a layer; perplexity of the 256 tokens after them")
+    haystacks = [
+        [_haystack(tokenizer, stream, load.prompt_len, secret, depth, number) for number, secret in enumerate(SECRETS)]
+        for depth in depths
+    ]
     shown = [f"needle at {depth:.0%}" for depth in depths]
     print(f"| method | perplexity | {' | '.join(shown)} |\n| --- | --- {'| --- ' * len(shown)}|")
     for name, (lanes, compression) in chosen.items():
-        cells = [f"{perplexity(net, tokenizer, load, lanes, compression):.2f}"]
-        cells += [needle(net, tokenizer, load, lanes, compression, depth) for depth in depths]
+        cells = [f"{perplexity(net, stream, load, lanes, compression):.2f}"]
+        cells += [needle(net, tokenizer, haystack, lanes, compression) for haystack in haystacks]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 @torch.inference_mode()
-def perplexity(net: Any, tokenizer: Any, load: Load, lanes: Any, compression: Any, held: int = 256) -> float:
+def perplexity(net: Any, stream: list[int], load: Load, lanes: Any, compression: Any, held: int = 256) -> float:
     """Of `held` tokens after the prompt, given what a crop at its end leaves; the mean of three places."""
-    stream = token_stream(tokenizer)
     losses = []
     for place in range(3):
         start = len(stream) // 4 * (place + 1)
@@ -61,19 +65,16 @@ def perplexity(net: Any, tokenizer: Any, load: Load, lanes: Any, compression: An
     return math.exp(sum(losses) / len(losses))
 
 
-def needle(net: Any, tokenizer: Any, load: Load, lanes: Any, compression: Any, depth: float) -> str:
-    """How many of three secrets the model finds at a depth (0 is the beginning), question after the text."""
-    filler = token_stream(tokenizer)
+def needle(net: Any, tokenizer: Any, haystacks: list[list[int]], lanes: Any, compression: Any) -> str:
+    """In how many haystacks, which end in the question, the model finds the secret."""
     found = 0
     tables = net.config.num_hidden_layers * (net.config.num_key_value_heads if lanes == "head" else 1)
-    pages = 1 + tables * -(-(load.prompt_len + 64) // 16) * len(SECRETS)
+    pages = 1 + tables * sum(-(-(len(ids) + 64) // 16) for ids in haystacks)
     options = EngineOptions(num_pages=pages, lanes=lanes, enable_prefix_caching=False)
     params = SamplingParams(max_tokens=12, temperature=0.0, compression=compression)
     with Engine(net, tokenizer, options) as engine:
-        for number, secret in enumerate(SECRETS):
-            engine.add_request(
-                str(number), _haystack(tokenizer, filler, load.prompt_len, secret, depth, number), params
-            )
+        for number, ids in enumerate(haystacks):
+            engine.add_request(str(number), ids, params)
         while engine.has_unfinished:
             for result in engine.step():
                 found += str(SECRETS[int(result.request_id)]) in re.sub(r"[,\s]", "", result.text)
@@ -81,7 +82,7 @@ def needle(net: Any, tokenizer: Any, load: Load, lanes: Any, compression: Any, d
 
 
 def _haystack(tokenizer: Any, filler: list[int], length: int, secret: int, depth: float, number: int) -> list[int]:
-    """A chat of `length` tokens: text with the needle in it, then the question."""
+    """A chat of `length` tokens: text with the needle in it at a depth (0 is the beginning), then the question."""
     start = len(filler) // 5 * (number + 1)
 
     def chat(around: int) -> list[int]:
