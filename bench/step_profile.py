@@ -102,6 +102,8 @@ def timed(llm: Any) -> Clock:
     """A clock on every part of an engine."""
     import torch
 
+    from paged_kv.optimize import FusedMLP
+
     clock, engine = Clock(), llm.engine
     # Outermost first: what is wrapped later is charged within what was wrapped before.
     clock.wrap(engine, "step", "step")
@@ -117,8 +119,11 @@ def timed(llm: Any) -> Clock:
     clock.wrap(engine._searcher, "verify", "taking tokens")
     clock.wrap(engine._meter, "note", "counting")
     clock.wrap(engine._runner._cache, "update", "attention")
+    within: set[int] = set()  # parts of a fused block: timed as a whole, as it comes apart when they are touched
     for module in engine._runner._model.modules():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, FusedMLP):
+            within.update(map(id, module.children()))
+        if isinstance(module, (torch.nn.Linear, FusedMLP)) and id(module) not in within:
             clock.wrap(module, "forward", "linear")
     clock.wrap(engine._runner._cache._backend, "attend", "attention")
     clock.wrap_call(engine._searcher._sampler, "sampling")

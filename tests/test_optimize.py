@@ -183,6 +183,168 @@ def test_a_norm_that_computes_something_else_stays() -> None:
     assert type(norm) is RMSNorm
 
 
+class GatedBlock(nn.Module):
+    """As in Llama; `activation` and `bias` are what models vary."""
+
+    def __init__(self, activation: nn.Module | None = None, *, bias: bool = False, sizes: tuple[int, int] = (96, 203)):
+        super().__init__()
+        width, inner = sizes
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.act_fn = activation or nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def step_by_step(block: GatedBlock, x: torch.Tensor) -> torch.Tensor:
+    """What `block` gives, each layer in float64 and rounded to the dtype of the block, as its parts round."""
+    dtype = x.dtype
+
+    def product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+        out = rows.double() @ layer.weight.double().T
+        return (out if layer.bias is None else out + layer.bias.double()).to(dtype)
+
+    gate = nn.functional.silu(product(block.gate_proj, x).double()).to(dtype)
+    between = (gate.double() * product(block.up_proj, x).double()).to(dtype)
+    return between.double() @ block.down_proj.weight.double().T + (
+        0 if block.down_proj.bias is None else block.down_proj.bias.double()
+    )
+
+
+needs_kernel = pytest.mark.skipif(build.why_not() is not None, reason=str(build.why_not()))
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [0, 1, 3, 17, 200])
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_a_gated_block_is_fused_and_rounds_as_its_parts_do(dtype: torch.dtype, rows: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    block = GatedBlock(bias=bias).to(dtype).eval()
+    x = torch.randn(2, rows, 96).to(dtype) * 4
+    plain, exact = block(x), step_by_step(block, x)
+    handle = optimize_for_cpu(block, method="kernel")
+    assert (handle.num_packed, handle.num_fused) == (3, 1)
+    fused = block(x)
+    assert fused.shape == plain.shape and fused.dtype == dtype
+    if rows:
+        ours, theirs = ((out.double() - exact).abs() for out in (fused, plain))
+        # In fp32 both are the rounding of sums, in another order each.
+        assert ours.mean() <= theirs.mean() * (2 if dtype == torch.float32 else 1.1)
+        assert ours.max() <= theirs.max() * 2
+    handle.undo()
+    assert type(block) is GatedBlock
+    assert torch.equal(block(x), plain)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_a_fused_block_gives_the_bits_of_its_packed_parts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    block = GatedBlock(sizes=(160, 320)).to(dtype).eval()
+    x = torch.randn(50, 160).to(dtype) * 5
+    optimize_for_cpu(block, method="kernel")
+    fused, plain = block(x), GatedBlock.forward(block, x)  # type: ignore[arg-type]
+    assert (fused == plain).float().mean() > 0.999  # exp of another library, rounded the other way once in a while
+    torch.testing.assert_close(fused, plain, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+@needs_kernel
+@torch.no_grad()
+def test_the_fused_activation_takes_any_number() -> None:
+    block = GatedBlock(sizes=(64, 64)).eval()
+    for part in (block.gate_proj, block.up_proj, block.down_proj):
+        nn.init.eye_(part.weight)
+    block.up_proj.weight.zero_()[:, 63] = 1  # up is the last entry
+    optimize_for_cpu(block, method="kernel")
+    x = torch.cat([torch.linspace(-120, 120, 61), torch.tensor([torch.nan])])
+    expected = nn.functional.silu(x[:61])
+    out = torch.stack([block(torch.cat([value.view(1), torch.zeros(62), torch.ones(1)])) for value in x])
+    torch.testing.assert_close(out[:61, 0], expected, rtol=1e-6, atol=1e-30)
+    assert out[61, 0].isnan()
+
+
+class Scaled(GatedBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 0.9
+
+
+class Swapped(GatedBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gelu", "gelu tanh", "relu", "scaled", "swapped"])
+def test_a_block_that_computes_something_else_stays(dtype: torch.dtype, kind: str) -> None:
+    activations = {"gelu": nn.GELU(), "gelu tanh": nn.GELU("tanh"), "relu": nn.ReLU()}
+    block = {"scaled": Scaled, "swapped": Swapped}.get(kind, GatedBlock)(activations.get(kind)).to(dtype).eval()
+    assert optimize_for_cpu(block).num_fused == 0
+    assert type(block).__name__ in ("GatedBlock", "Scaled", "Swapped")
+
+
+@needs_kernel
+def test_a_fused_block_calls_its_parts_where_somebody_could_tell() -> None:
+    block = GatedBlock().eval()
+    x = torch.randn(4, 96)
+    with torch.no_grad():
+        expected = block(x)
+    optimize_for_cpu(block, method="kernel")
+    needs = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(block(needs).sum(), needs)
+    assert gradient.abs().sum() > 0
+    seen: list[str] = []
+    with torch.no_grad():
+        for name in ("gate_proj", "up_proj", "down_proj", "act_fn"):
+            part = getattr(block, name)
+            hook = part.register_forward_hook(lambda module, args, out, name=name: seen.append(name))
+            torch.testing.assert_close(block(x), expected, rtol=1e-5, atol=1e-6)
+            hook.remove()
+            block(x)
+        assert seen == ["gate_proj", "up_proj", "down_proj", "act_fn"]
+        block.register_forward_hook(lambda module, args, out: seen.append("block"))
+        block(x)
+        assert seen[-1] == "block"
+        block.up_proj = nn.Linear(96, 203)
+        assert not torch.allclose(block(x), expected, atol=1e-2)
+
+
+@needs_kernel
+def test_a_fused_block_is_saved_and_undone_as_it_was() -> None:
+    block = GatedBlock(bias=True).eval()
+    state, parameters = copy.deepcopy(block.state_dict()), dict(block.named_parameters())
+    handle = optimize_for_cpu(block, method="kernel")
+    assert list(block.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in block.state_dict().items())
+    handle.undo()
+    assert all(value is parameters[name] for name, value in block.named_parameters())
+    assert all(torch.equal(value, state[name]) for name, value in block.state_dict().items())
+    assert set(block.__dict__) == set(GatedBlock().__dict__)
+
+
+@needs_kernel
+@pytest.mark.parametrize(("columns", "depth"), [(32, 64), (75, 33), (131, 257), (200, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_packed_weight_is_unpacked_bit_by_bit(columns: int, depth: int, dtype: torch.dtype) -> None:
+    weight = torch.randn(columns, depth).to(dtype)
+    assert torch.equal(torch.ops.paged_kv.unpack_linear(torch.ops.paged_kv.pack_linear(weight), columns), weight)
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_a_product_has_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
+    weight, x = torch.randn(130, 301).to(dtype), torch.randn(200, 301).to(dtype)
+    packed = torch.ops.paged_kv.pack_linear(weight)
+    together = torch.ops.paged_kv.linear(x, packed, None, 130)
+    torch.testing.assert_close(together, x @ weight.T, rtol=0.02 if dtype != torch.float32 else 1e-4, atol=0.05)
+    for rows in (1, 2, 3, 5, 7, 11, 12, 13, 199):
+        assert torch.equal(torch.ops.paged_kv.linear(x[:rows], packed, None, 130), together[:rows])
+
+
 def test_nothing_is_packed_on_other_devices_or_in_other_dtypes() -> None:
     assert optimize_for_cpu(nn.Linear(96, 96, device="meta")).num_packed == 0
     assert optimize_for_cpu(nn.Linear(96, 96, dtype=torch.float64)).num_packed == 0
@@ -196,5 +358,13 @@ def test_the_kernel_names_what_does_not_fit() -> None:
         torch.ops.paged_kv.linear(torch.randn(2, 21), packed, None, 50)
     with pytest.raises(ValueError, match="packed has shape"):
         torch.ops.paged_kv.linear(torch.randn(2, 20), packed, None, 500)
+    other = torch.ops.paged_kv.pack_linear(torch.randn(50, 30))
+    down = torch.ops.paged_kv.pack_linear(torch.randn(20, 50))
+    with pytest.raises(ValueError, match="gate and up must be equally deep, but are 20 and 30"):
+        torch.ops.paged_kv.mlp(torch.randn(2, 20), packed, None, other, None, down, None, 20)
+    with pytest.raises(ValueError, match=r"x must be Float \[..., 20\]"):
+        torch.ops.paged_kv.mlp(torch.randn(2, 30), packed, None, packed, None, down, None, 20)
+    with pytest.raises(ValueError, match="up_bias must have 50 elements"):
+        torch.ops.paged_kv.mlp(torch.randn(2, 20), packed, None, packed, torch.zeros(2), down, None, 20)
     with pytest.raises(ValueError, match="bias must have 50 elements"):
         torch.ops.paged_kv.linear(torch.randn(2, 20), packed, torch.zeros(3), 50)

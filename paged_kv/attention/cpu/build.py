@@ -138,6 +138,7 @@ def load() -> Path:
     torch.library.register_fake("paged_kv::attend", _fake_attend)
     torch.library.register_fake("paged_kv::write", _fake_write)
     torch.library.register_fake("paged_kv::linear", _fake_linear)
+    torch.library.register_fake("paged_kv::mlp", _fake_mlp)
     torch.library.register_fake("paged_kv::rms_norm", _fake_norm)
     return library
 
@@ -153,6 +154,13 @@ def _fake_write(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, slots:
 
 def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int) -> Tensor:
     _require_one_device(x, packed, bias)
+    return x.new_empty((*x.shape[:-1], columns))
+
+
+def _fake_mlp(x: Tensor, *others: object) -> Tensor:
+    _require_one_device(x, *others)
+    columns = others[-1]
+    assert isinstance(columns, int)
     return x.new_empty((*x.shape[:-1], columns))
 
 

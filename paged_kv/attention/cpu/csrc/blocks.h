@@ -3,7 +3,7 @@
 //   few rows   score_few:  scores[m, i] = q[m] . key[i]          both contiguous along the width: dot products
 //              weigh_few:  acc[m, :]   += p[m, i] * value[i, :]
 //   many rows  pack_keys, pack_values: a chunk of keys or values as panels of NR columns, fp32
-//              multiply:   C[MR, NR] (+)= A[MR, k] * panel[k, NR]  (used for both products)
+//              multiply:   C[MR, NR] (+)= A[MR, k] * panel[k, NR]  (used for both products, and by linear.h)
 #pragma once
 
 #include "simd.h"
@@ -11,7 +11,9 @@
 namespace paged_kv {
 
 constexpr int NR = 2 * VL;  // columns of a panel
-constexpr int MR = 6;       // rows of a register block: 6 x 2 accumulators + 2 panel vectors + 1 broadcast = 15 registers
+// Rows of a register block: 6 x 2 accumulators + 2 panel vectors + 1 broadcast = 15 of 16 registers; AVX-512 has 32,
+// of which more than 8 rows gain nothing.
+constexpr int MR = VL == 16 ? 8 : 6;
 
 // Keeps the compiler from reading v again from memory at each use.
 PAGED_KV_INLINE Vec in_register(Vec v) {
@@ -266,16 +268,50 @@ inline void multiply_block(const float* a, int64_t lda, const T* b, int64_t k, f
   }
 }
 
-template <bool accumulate, typename T>
-inline void multiply(int64_t rows, const float* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
-  switch (rows) {
-    case 6: multiply_block<6, accumulate>(a, lda, b, k, c, ldc); break;
-    case 5: multiply_block<5, accumulate>(a, lda, b, k, c, ldc); break;
-    case 4: multiply_block<4, accumulate>(a, lda, b, k, c, ldc); break;
-    case 3: multiply_block<3, accumulate>(a, lda, b, k, c, ldc); break;
-    case 2: multiply_block<2, accumulate>(a, lda, b, k, c, ldc); break;
-    default: multiply_block<1, accumulate>(a, lda, b, k, c, ldc); break;
+// The same with A in bf16 and two products an instruction. B in pairs of rows, b[i / 2, column, i % 2], and the last row of
+// an odd number in pair order as above.
+template <int R, bool accumulate>
+inline void multiply_block(const c10::BFloat16* a, int64_t lda, const c10::BFloat16* b, int64_t k, float* c, int64_t ldc) {
+  Vec acc[R][2];
+  PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = Vec{};
   }
+  int64_t i = 0;
+  for (; i + 2 <= k; i += 2) {
+    __builtin_prefetch(b + i * NR + 512);
+    __builtin_prefetch(b + i * NR + 512 + NR);
+    const VecBits b0 = load_bits(b + i * NR), b1 = load_bits(b + i * NR + NR);
+    PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+      uint32_t pair;
+      std::memcpy(&pair, a + r * lda + i, sizeof(pair));
+      const VecBits x = pair - VecBits{};
+      acc[r][0] = dot_pairs(acc[r][0], x, b0);
+      acc[r][1] = dot_pairs(acc[r][1], x, b1);
+    }
+  }
+  if (i < k) {
+    const Vec b0 = load_half<0>(b + i * NR), b1 = load_half<1>(b + i * NR);
+    PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+      const Vec x = splat(static_cast<float>(a[r * lda + i]));
+      acc[r][0] += x * b0;
+      acc[r][1] += x * b1;
+    }
+  }
+  PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
+    PAGED_KV_UNROLL for (int j = 0; j < 2; j++) {
+      float* at = c + r * ldc + j * VL;
+      store(at, accumulate ? load(at) + acc[r][j] : acc[r][j]);
+    }
+  }
+}
+
+// `rows` in 1..MR.
+template <bool accumulate, int R = MR, typename A, typename T>
+inline void multiply(int64_t rows, const A* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply<accumulate, R - 1>(rows, a, lda, b, k, c, ldc);
+  }
+  multiply_block<R, accumulate>(a, lda, b, k, c, ldc);
 }
 
 }  // namespace paged_kv

@@ -1,11 +1,12 @@
-// torch.ops.paged_kv: checks, dispatch, threads. The layout page of attention is problem.h, of linear layers linear.h.
+// torch.ops.paged_kv: checks, dispatch, threads. The layout page of attention is problem.h, of linear layers linear.h and
+// mlp.h.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include "attend.h"
 #include "checks.h"
-#include "linear.h"
+#include "mlp.h"
 #include "norm.h"
 
 namespace paged_kv {
@@ -178,6 +179,9 @@ TORCH_LIBRARY(paged_kv, m) {
   m.def("pack_linear(Tensor weight) -> Tensor");
   m.def("unpack_linear(Tensor packed, int columns) -> Tensor");
   m.def("linear(Tensor x, Tensor packed, Tensor? bias, int columns) -> Tensor");
+  m.def(
+      "mlp(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, int columns) "
+      "-> Tensor");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("write(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor slots) -> ()");
 }
@@ -188,6 +192,7 @@ TORCH_LIBRARY_IMPL(paged_kv, CPU, m) {
   m.impl("pack_linear", pack_linear);
   m.impl("unpack_linear", unpack_linear);
   m.impl("linear", linear);
+  m.impl("mlp", mlp);
   m.impl("rms_norm", rms_norm);
 }
 

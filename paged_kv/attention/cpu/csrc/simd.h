@@ -18,7 +18,7 @@
 #include <immintrin.h>
 #endif
 
-#define PAGED_KV_UNROLL _Pragma("GCC unroll 8")
+#define PAGED_KV_UNROLL _Pragma("GCC unroll 16")
 #define PAGED_KV_INLINE inline __attribute__((always_inline))
 #define PAGED_KV_LAMBDA_INLINE __attribute__((always_inline))
 
@@ -155,6 +155,40 @@ inline Vec vmax(Vec a, Vec b) {
 #endif
 }
 
+// To the nearest number of T, ties to even, in fp32.
+template <typename T>
+inline Vec rounded(Vec v) {
+  if constexpr (std::is_same_v<T, float>) {
+    return v;
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const VecBits bits = reinterpret_cast<VecBits>(v);
+    const Vec nearest = reinterpret_cast<Vec>((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+    return v == v ? nearest : v;
+  } else {
+#if PAGED_KV_AVX512
+    return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm512_cvtps_ph(reinterpret_cast<__m512>(v), _MM_FROUND_TO_NEAREST_INT)));
+#elif PAGED_KV_AVX2 && defined(__F16C__)
+    return reinterpret_cast<Vec>(_mm256_cvtph_ps(_mm256_cvtps_ph(reinterpret_cast<__m256>(v), _MM_FROUND_TO_NEAREST_INT)));
+#else
+    for (int i = 0; i < VL; i++) v[i] = static_cast<float>(static_cast<T>(v[i]));
+    return v;
+#endif
+  }
+}
+
+// VL elements, each rounded once.
+template <typename T>
+inline void store_rounded(T* p, Vec v) {
+  if constexpr (std::is_same_v<T, float>) {
+    store(p, v);
+  } else if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const HalfBits bits = __builtin_convertvector(reinterpret_cast<VecBits>(rounded<T>(v)) >> 16, HalfBits);
+    std::memcpy(static_cast<void*>(p), &bits, sizeof(bits));
+  } else {
+    for (int i = 0; i < VL; i++) p[i] = static_cast<T>(v[i]);
+  }
+}
+
 inline float horizontal_sum(Vec v) {
   float total = 0;
   for (int i = 0; i < VL; i++) total += v[i];
@@ -228,6 +262,14 @@ inline Vec vtanh(Vec x) {
   split_exp<1>(&y, &scale, &part);
   Vec e = scale * part + (scale - 1.0f);
   return e / (e + 2.0f);
+}
+
+// x / (1 + exp(-x)), the activation called SiLU or swish. Below -88 it is not 0 but as good as.
+inline Vec vsilu(Vec x) {
+  Vec e = -x;
+  e = e > 88.0f ? splat(88.0f) : e;
+  vexp<1>(&e);
+  return x / (1.0f + e);
 }
 
 inline float exp1(float x) {
