@@ -102,7 +102,7 @@ def timed(llm: Any) -> Clock:
     """A clock on every part of an engine."""
     import torch
 
-    from paged_kv.optimize import FusedMLP
+    from paged_kv.optimize import FusedAttention, FusedMLP
 
     clock, engine = Clock(), llm.engine
     # Outermost first: what is wrapped later is charged within what was wrapped before.
@@ -119,10 +119,13 @@ def timed(llm: Any) -> Clock:
     clock.wrap(engine._searcher, "verify", "taking tokens")
     clock.wrap(engine._meter, "note", "counting")
     clock.wrap(engine._runner._cache, "update", "attention")
-    within: set[int] = set()  # parts of a fused block: timed as a whole, as it comes apart when they are touched
+    within: set[int] = set()  # parts of what is fused: timed as a whole, as it comes apart when they are touched
     for module in engine._runner._model.modules():
         if isinstance(module, FusedMLP):
             within.update(map(id, module.children()))
+        if isinstance(module, FusedAttention):
+            within.update(map(id, (module.q_proj, module.k_proj, module.v_proj)))
+            clock.wrap(module, "project", "linear")
         if isinstance(module, (torch.nn.Linear, FusedMLP)) and id(module) not in within:
             clock.wrap(module, "forward", "linear")
     clock.wrap(engine._runner._cache._backend, "attend", "attention")

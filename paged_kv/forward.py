@@ -110,6 +110,13 @@ def without_graph(states: Tensor, *origins: Tensor) -> Tensor:
     return states
 
 
+class HandlesOnly:
+    """Mixed into a cache whose `update` needs keys and values alone and ties a handle with `attend` to the keys.
+
+    With such a cache attention has no mask and reads nothing but the handle, whatever the model passes on.
+    """
+
+
 @dataclass(slots=True)
 class Forward:
     """One forward pass through the model: the columns it adds, and the layers that have been given theirs.

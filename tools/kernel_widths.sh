@@ -11,5 +11,6 @@ export HF_HUB_OFFLINE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}"
 for flags in "-DPAGED_KV_VECTOR_BYTES=16" "-DPAGED_KV_VECTOR_BYTES=64" \
              "-DPAGED_KV_VECTOR_BYTES=64 -DPAGED_KV_BF16_DOT=1" "-DPAGED_KV_BF16_DOT=1"; do
   echo "== $flags"
-  PAGED_KV_CXXFLAGS="$flags" "$PY" -m pytest tests/attention/test_cpu_kernel.py tests/test_optimize.py -q -p no:cacheprovider "$@"
+  PAGED_KV_CXXFLAGS="$flags" "$PY" -m pytest tests/attention/test_cpu_kernel.py tests/test_optimize.py \
+    tests/engine/test_fused.py -q -p no:cacheprovider "$@"
 done

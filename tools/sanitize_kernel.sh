@@ -28,6 +28,7 @@ preload = os.environ.pop("LD_PRELOAD")  # not for the compiler
 library = build.load()
 print(f"sanitized kernel: {library}")
 os.environ["LD_PRELOAD"] = preload
-tests = ["tests/attention/test_cpu_kernel.py", "tests/test_optimize.py", "-k", "not sdpa and not pool"]
+tests = ["tests/attention/test_cpu_kernel.py", "tests/test_optimize.py", "tests/engine/test_fused.py"]
+tests += ["-k", "not sdpa and not pool"]
 raise SystemExit(pytest.main([*tests, "-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 PYTHON

@@ -19,11 +19,12 @@ from paged_kv.attention.base import AttentionOptions, Backend, tie
 from paged_kv.attention.cpu.backend import write_pages
 from paged_kv.engine.batch import Batch
 from paged_kv.engine.switch import Switch
+from paged_kv.forward import HandlesOnly
 from paged_kv.memory import PagedMemory
 from paged_kv.step import Step
 
 
-class PackedCache(DynamicCache):
+class PackedCache(DynamicCache, HandlesOnly):
     """What the model takes for its cache: writes the step's keys and values into pages, keeps nothing itself."""
 
     def __init__(self, memory: PagedMemory, backend: Backend) -> None:

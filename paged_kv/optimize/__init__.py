@@ -14,10 +14,20 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from paged_kv.optimize.attending import FusedAttention, fuse_attention
 from paged_kv.optimize.fusing import FusedMLP, FusedNorm, fuse_mlp, fuse_norm
 from paged_kv.optimize.packing import Method, PackedLinear, PackUndo, best_method, pack, packed_class
 
-__all__ = ["FusedMLP", "FusedNorm", "Method", "Optimized", "PackedLinear", "best_method", "optimize_for_cpu"]
+__all__ = [
+    "FusedAttention",
+    "FusedMLP",
+    "FusedNorm",
+    "Method",
+    "Optimized",
+    "PackedLinear",
+    "best_method",
+    "optimize_for_cpu",
+]
 
 _SMALLEST = 4096  # weights of a layer: below, calling costs more than the product
 
@@ -31,7 +41,7 @@ class Optimized:
 
     Attributes:
         num_packed: Layers whose weight is packed.
-        num_fused: Norms and gated blocks that are one operation.
+        num_fused: Norms, gated blocks and attention modules of which several operations are one.
         method: How weights are packed, None if none is.
     """
 
@@ -48,7 +58,7 @@ class Optimized:
 
 
 def optimize_for_cpu(model: nn.Module, *, method: Method | None = None) -> Optimized:
-    """Pack the weights of a model's linear layers for this processor, fuse RMS norms and gated blocks; for inference.
+    """Pack the weights of a model's linear layers for this processor, fuse small operations; for inference.
 
     No weight is held twice, except one that another module uses as well (a tied embedding): that stays, and the linear
     layer gets a packed copy. Layers that are not on the CPU, not exactly `nn.Linear` or `Conv1D`, or small, stay as
@@ -80,7 +90,7 @@ def optimize_for_cpu(model: nn.Module, *, method: Method | None = None) -> Optim
         changes.append(pack(module, cls, way, owned=uses[_storage(weight)] == 1))
         used = way
     for module in model.modules():
-        if fused := fuse_norm(module) or fuse_mlp(module):
+        if fused := fuse_norm(module) or fuse_mlp(module) or fuse_attention(module):
             changes.append(fused)
     return Optimized(changes, used)
 

@@ -37,7 +37,7 @@ class FuseUndo:
 _CLASSES: dict[tuple[type, type], type] = {}
 
 
-def _change(module: Any, mixin: type, attribute: str, value: Any) -> FuseUndo:
+def change(module: Any, mixin: type, attribute: str, value: Any) -> FuseUndo:
     """Mix `mixin` into the class of a module and give it an attribute."""
     cls = type(module)
     if (mixin, cls) not in _CLASSES:
@@ -88,7 +88,7 @@ def fuse_norm(module: nn.Module) -> FuseUndo | None:
         plain, fused, rtol=8 * torch.finfo(weight.dtype).eps, atol=1e-30
     ):
         return None
-    return _change(module, FusedNorm, "_eps", eps)
+    return change(module, FusedNorm, "_eps", eps)
 
 
 # -- gated blocks ------------------------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ class FusedMLP:
             not isinstance(x, Tensor)
             or self.training
             or self._modules.get("act_fn") is not self._activation
-            or not all(_packed_and_unwatched(part, x.dtype) for part in parts)
-            or not _unwatched(self._activation)
+            or not all(packed_and_unwatched(part, x.dtype) for part in parts)
+            or not unwatched(self._activation)
             or _has_any_global_hook()  # type: ignore[no-untyped-call]
             or (torch.is_grad_enabled() and x.requires_grad)
         ):
@@ -124,18 +124,19 @@ class FusedMLP:
         return _mlp(x, gate, up, down)
 
 
-def _unwatched(part: nn.Module) -> bool:
+def unwatched(part: nn.Module) -> bool:
     """Whether calling a module is nothing more than the forward of its class."""
     hooks = part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
     return not hooks and "forward" not in part.__dict__
 
 
-def _packed_and_unwatched(part: nn.Module | None, dtype: torch.dtype) -> bool:
+def packed_and_unwatched(part: nn.Module | None, dtype: torch.dtype) -> bool:
+    """Whether a part is a layer that the kernel packed, of this dtype, and nothing more."""
     return (
         type(part) is PackedLinear
         and part._packing.method == "kernel"
         and part._packing.packed.dtype == dtype
-        and _unwatched(part)
+        and unwatched(part)
     )
 
 
@@ -143,17 +144,18 @@ def _mlp(x: Tensor, gate: Any, up: Any, down: Any) -> Tensor:
     out: Tensor = torch.ops.paged_kv.mlp(
         x,
         gate._packing.packed,
-        _plain(gate.bias),
+        without_graph(gate.bias),
         up._packing.packed,
-        _plain(up.bias),
+        without_graph(up.bias),
         down._packing.packed,
-        _plain(down.bias),
+        without_graph(down.bias),
         down._packing.out_features,
     )
     return out
 
 
-def _plain(bias: Tensor | None) -> Tensor | None:
+def without_graph(bias: Tensor | None) -> Tensor | None:
+    """A bias for an operation that computes no gradients."""
     return bias.detach() if bias is not None and torch.is_grad_enabled() else bias
 
 
@@ -169,7 +171,7 @@ def fuse_mlp(module: nn.Module) -> FuseUndo | None:
     ):
         return None
     dtype = gate._packing.packed.dtype if isinstance(gate, PackedLinear) else torch.float32
-    if not all(_packed_and_unwatched(part, dtype) for part in parts):
+    if not all(packed_and_unwatched(part, dtype) for part in parts):
         return None
     assert isinstance(gate, PackedLinear)
     assert isinstance(down, PackedLinear)
@@ -190,4 +192,4 @@ def fuse_mlp(module: nn.Module) -> FuseUndo | None:
     # An activation may be rounded the other way now and then; a block that computes something else is further off.
     if not (error.max() <= 2 * eps * size and error.mean() <= max(eps / 16, 1.2e-7) * size):
         return None
-    return _change(module, FusedMLP, "_activation", activation)
+    return change(module, FusedMLP, "_activation", activation)

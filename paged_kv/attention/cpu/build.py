@@ -21,6 +21,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -139,6 +140,7 @@ def load() -> Path:
     torch.library.register_fake("paged_kv::write", _fake_write)
     torch.library.register_fake("paged_kv::linear", _fake_linear)
     torch.library.register_fake("paged_kv::mlp", _fake_mlp)
+    torch.library.register_fake("paged_kv::qkv", _fake_qkv)
     torch.library.register_fake("paged_kv::rms_norm", _fake_norm)
     return library
 
@@ -159,9 +161,13 @@ def _fake_linear(x: Tensor, packed: Tensor, bias: Tensor | None, columns: int) -
 
 def _fake_mlp(x: Tensor, *others: object) -> Tensor:
     _require_one_device(x, *others)
-    columns = others[-1]
-    assert isinstance(columns, int)
-    return x.new_empty((*x.shape[:-1], columns))
+    return x.new_empty((*x.shape[:-1], cast(int, others[-1])))
+
+
+def _fake_qkv(x: Tensor, *others: object) -> tuple[Tensor, Tensor, Tensor]:
+    _require_one_device(x, *others)
+    queries, keys, values = (x.new_empty((*x.shape[:-1], columns)) for columns in cast(list[int], others[-1]))
+    return queries, keys, values
 
 
 def _fake_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

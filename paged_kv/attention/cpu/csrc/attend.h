@@ -161,9 +161,9 @@ struct UnitWorker {
           const float* a = q + r * p.key_width;
           const float* b = key_panels + i * p.key_width;
           float* c = scores + r * stride + i;
-          multiply<false>(rows, a, p.key_width, b, std::min(kStep, p.key_width), c, stride);
+          multiply<false>(rows, a, p.key_width, b, std::min(kStep, p.key_width), c, stride, false);
           for (int64_t k = kStep; k < p.key_width; k += kStep) {
-            multiply<true>(rows, a + k, p.key_width, b + k * NR, std::min(kStep, p.key_width - k), c, stride);
+            multiply<true>(rows, a + k, p.key_width, b + k * NR, std::min(kStep, p.key_width - k), c, stride, false);
           }
         });
       }
@@ -172,7 +172,7 @@ struct UnitWorker {
         each_block(c, end, [&](int64_t r, int64_t rows, int64_t lo, int64_t hi) {
           if (lo >= hi) return;
           multiply<true>(rows, scores + r * stride + lo, stride, value_panels_at + (d * kChunk + lo) * NR, hi - lo,
-                         acc + r * acc_stride + d * NR, acc_stride);
+                         acc + r * acc_stride + d * NR, acc_stride, false);
         });
       }
     }

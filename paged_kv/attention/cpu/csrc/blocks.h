@@ -11,9 +11,8 @@
 namespace paged_kv {
 
 constexpr int NR = 2 * VL;  // columns of a panel
-// Rows of a register block: 6 x 2 accumulators + 2 panel vectors + 1 broadcast = 15 of 16 registers; AVX-512 has 32,
-// of which more than 8 rows gain nothing.
-constexpr int MR = VL == 16 ? 8 : 6;
+// Rows of a register block: 6 x 2 accumulators + 2 panel vectors + 1 broadcast = 15 of 16 registers; AVX-512 has 32.
+constexpr int MR = VL == 16 ? 12 : 6;
 
 // Keeps the compiler from reading v again from memory at each use.
 PAGED_KV_INLINE Vec in_register(Vec v) {
@@ -245,14 +244,14 @@ inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, i
 
 // C[R, NR] = (accumulate ? C : 0) + A[R, k] * B[k, NR]; the product is summed up from zero, so that its rounding errors do
 // not grow with what is in C. B in pair order; A fp32.
-template <int R, bool accumulate, typename T>
+template <int R, bool accumulate, bool fetch, typename T>
 inline void multiply_block(const float* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
   Vec acc[R][2];
   PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
     PAGED_KV_UNROLL for (int j = 0; j < 2; j++) acc[r][j] = Vec{};
   }
   for (int64_t i = 0; i < k; i++) {
-    __builtin_prefetch(b + i * NR + 1024 / sizeof(T));
+    if constexpr (fetch) __builtin_prefetch(b + i * NR + 1024 / sizeof(T));
     const Vec b0 = load_half<0>(b + i * NR), b1 = load_half<1>(b + i * NR);
     PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
       const Vec x = splat(a[r * lda + i]);
@@ -270,7 +269,7 @@ inline void multiply_block(const float* a, int64_t lda, const T* b, int64_t k, f
 
 // The same with A in bf16 and two products an instruction. B in pairs of rows, b[i / 2, column, i % 2], and the last row of
 // an odd number in pair order as above.
-template <int R, bool accumulate>
+template <int R, bool accumulate, bool fetch>
 inline void multiply_block(const c10::BFloat16* a, int64_t lda, const c10::BFloat16* b, int64_t k, float* c, int64_t ldc) {
   Vec acc[R][2];
   PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
@@ -278,8 +277,10 @@ inline void multiply_block(const c10::BFloat16* a, int64_t lda, const c10::BFloa
   }
   int64_t i = 0;
   for (; i + 2 <= k; i += 2) {
-    __builtin_prefetch(b + i * NR + 512);
-    __builtin_prefetch(b + i * NR + 512 + NR);
+    if constexpr (fetch) {
+      __builtin_prefetch(b + i * NR + 512);
+      __builtin_prefetch(b + i * NR + 512 + NR);
+    }
     const VecBits b0 = load_bits(b + i * NR), b1 = load_bits(b + i * NR + NR);
     PAGED_KV_UNROLL for (int r = 0; r < R; r++) {
       uint32_t pair;
@@ -305,13 +306,17 @@ inline void multiply_block(const c10::BFloat16* a, int64_t lda, const c10::BFloa
   }
 }
 
-// `rows` in 1..MR.
+// `rows` in 1..MR; `fetch`: b comes from memory, not from a cache.
 template <bool accumulate, int R = MR, typename A, typename T>
-inline void multiply(int64_t rows, const A* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc) {
+inline void multiply(int64_t rows, const A* a, int64_t lda, const T* b, int64_t k, float* c, int64_t ldc, bool fetch) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply<accumulate, R - 1>(rows, a, lda, b, k, c, ldc);
+    if (rows < R) return multiply<accumulate, R - 1>(rows, a, lda, b, k, c, ldc, fetch);
   }
-  multiply_block<R, accumulate>(a, lda, b, k, c, ldc);
+  if (fetch) {
+    multiply_block<R, accumulate, true>(a, lda, b, k, c, ldc);
+  } else {
+    multiply_block<R, accumulate, false>(a, lda, b, k, c, ldc);
+  }
 }
 
 }  // namespace paged_kv

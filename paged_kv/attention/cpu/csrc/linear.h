@@ -20,7 +20,7 @@
 
 namespace paged_kv {
 
-constexpr int64_t kLinearRows = 192;             // rows of x worked on together: their part of x stays in the L2 cache
+constexpr int64_t kLinearRows = 96;              // rows of x worked on together: their part of x stays in the L2 cache
 constexpr int64_t kLinearDepth = 128;            // products summed up in a row, and so much of a panel in the L1 cache
 
 // What x is multiplied as: bf16 where dot products of pairs are used, else fp32.
@@ -102,10 +102,12 @@ inline void linear_panel(const Layer<T>& layer, int64_t panel, const Operand<T>*
     const int64_t n = std::min(kLinearDepth, depth - k);
     for (int64_t r = 0; r < rows; r += MR) {
       const int64_t m = std::min<int64_t>(MR, rows - r);
+      const Operand<T>* a = x + r * depth + k;
+      const T* b = packed + k * NR;
       if (k == 0) {
-        multiply<false>(m, x + r * depth, depth, packed, n, sums + r * NR, NR);
+        multiply<false>(m, a, depth, b, n, sums + r * NR, NR, r == 0);
       } else {
-        multiply<true>(m, x + r * depth + k, depth, packed + k * NR, n, sums + r * NR, NR);
+        multiply<true>(m, a, depth, b, n, sums + r * NR, NR, r == 0);
       }
     }
   }
@@ -145,24 +147,31 @@ void each_panel(int64_t rows, int64_t panels, int64_t products, int64_t buffers,
   }
 }
 
+// One panel of a layer for rows [first, first + m) of x, rounded into out.
+template <typename T>
+inline void linear_block(const Operand<T>* x, const Layer<T>& layer, int64_t panel, int64_t first, int64_t m, float* sums,
+                         T* out) {
+  linear_panel(layer, panel, x + first * layer.depth, m, sums);
+  const int64_t column = panel * NR, width = std::min<int64_t>(NR, layer.columns - column);
+  float bias[NR];
+  load_bias(layer, column, bias);
+  for (int64_t r = 0; r < m; r++) {
+    T* to = out + (first + r) * layer.columns + column;
+    const float* from = sums + r * NR;
+    if (width == NR) {
+      store_rounded(to, load(from) + load(bias));
+      store_rounded(to + VL, load(from + VL) + load(bias + VL));
+    } else {
+      for (int64_t c = 0; c < width; c++) to[c] = static_cast<T>(from[c] + bias[c]);
+    }
+  }
+}
+
 template <typename T>
 void linear_rows(const Operand<T>* x, const Layer<T>& layer, T* out, int64_t rows) {
   each_panel(rows, layer.panels(), rows * layer.depth * layer.columns, 1,
              [&](int64_t panel, int64_t first, int64_t m, float* sums) {
-               linear_panel(layer, panel, x + first * layer.depth, m, sums);
-               const int64_t column = panel * NR, width = std::min<int64_t>(NR, layer.columns - column);
-               float bias[NR];
-               load_bias(layer, column, bias);
-               for (int64_t r = 0; r < m; r++) {
-                 T* to = out + (first + r) * layer.columns + column;
-                 const float* from = sums + r * NR;
-                 if (width == NR) {
-                   store_rounded(to, load(from) + load(bias));
-                   store_rounded(to + VL, load(from + VL) + load(bias + VL));
-                 } else {
-                   for (int64_t c = 0; c < width; c++) to[c] = static_cast<T>(from[c] + bias[c]);
-                 }
-               }
+               linear_block(x, layer, panel, first, m, sums, out);
              });
 }
 

@@ -1,5 +1,5 @@
-// torch.ops.paged_kv: checks, dispatch, threads. The layout page of attention is problem.h, of linear layers linear.h and
-// mlp.h.
+// torch.ops.paged_kv: checks, dispatch, threads. The layout page of attention is problem.h, of linear layers linear.h, mlp.h
+// and qkv.h.
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -8,6 +8,7 @@
 #include "checks.h"
 #include "mlp.h"
 #include "norm.h"
+#include "qkv.h"
 
 namespace paged_kv {
 namespace {
@@ -182,6 +183,9 @@ TORCH_LIBRARY(paged_kv, m) {
   m.def(
       "mlp(Tensor x, Tensor gate, Tensor? gate_bias, Tensor up, Tensor? up_bias, Tensor down, Tensor? down_bias, int columns) "
       "-> Tensor");
+  m.def(
+      "qkv(Tensor x, Tensor q, Tensor? q_bias, Tensor k, Tensor? k_bias, Tensor v, Tensor? v_bias, Tensor cos, Tensor sin, "
+      "int[] columns) -> (Tensor, Tensor, Tensor)");
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("write(Tensor(a!) keys, Tensor(b!) values, Tensor key, Tensor value, Tensor slots) -> ()");
 }
@@ -193,6 +197,7 @@ TORCH_LIBRARY_IMPL(paged_kv, CPU, m) {
   m.impl("unpack_linear", unpack_linear);
   m.impl("linear", linear);
   m.impl("mlp", mlp);
+  m.impl("qkv", qkv);
   m.impl("rms_norm", rms_norm);
 }
 
