@@ -59,19 +59,31 @@ struct UnitWorker {
   const T* values(int64_t index) const { return page(p.values, p.value_width, index); }
   int64_t query_of(int64_t r) const { return u.first_query + r / p.group; }
 
-  // q[r, :] in fp32, in pair order if so asked, rows padded with zeros to q_stride.
-  template <bool pairs>
+  const T* query_row(int64_t r) const {
+    return static_cast<const T*>(p.query) + (see.first_token + query_of(r)) * p.query_token_stride +
+           (u.kv_head * p.group + r % p.group) * p.query_head_stride;
+  }
+
+  // q[r, :] in fp32 and pair order, rows padded with zeros to q_stride; where pairs are multiplied, also as it is.
   void load_queries(float* q, int64_t q_stride) const {
     for (int64_t r = 0; r < query_rows; r++) {
-      const T* src = static_cast<const T*>(p.query) + (see.first_token + query_of(r)) * p.query_token_stride +
-                     (u.kv_head * p.group + r % p.group) * p.query_head_stride;
+      const T* src = query_row(r);
       for (int64_t d = 0; d < p.key_width; d++) {
-        q[r * q_stride + (pairs ? pair_place<T>(d, p.key_width) : d)] = static_cast<float>(src[d]);
+        q[r * q_stride + pair_place<T>(d, p.key_width)] = static_cast<float>(src[d]);
       }
       for (int64_t d = p.key_width; d < q_stride; d++) q[r * q_stride + d] = 0;
-      if constexpr (pairs && kPairDots<T>) {
+      if constexpr (kPairDots<T>) {
         std::copy(src, src + p.key_width, reinterpret_cast<T*>(q + r * q_stride + pairs_at(p.key_width)));
       }
+    }
+  }
+
+  // q[r, :] as it is multiplied by a tile.
+  template <typename E>
+  void load_operands(E* q) const {
+    for (int64_t r = 0; r < query_rows; r++) {
+      const T* src = query_row(r);
+      for (int64_t d = 0; d < p.key_width; d++) q[r * p.key_width + d] = static_cast<E>(src[d]);
     }
   }
 
@@ -98,7 +110,7 @@ struct UnitWorker {
     start(scratch);
     float* q = scratch->take(query_rows * q_stride);
     float* scores = scratch->take(query_rows * stride);
-    load_queries<true>(q, q_stride);
+    load_queries(q, q_stride);
     for (int64_t c = u.begin; c < u.end; c += chunk) {
       const int64_t end = std::min<int64_t>(u.end, c + chunk);
       each_page(c, end, [&](int64_t index, int64_t slot, int64_t n, int64_t at) {
@@ -139,18 +151,28 @@ struct UnitWorker {
   }
 
   void tile(Scratch* scratch) {
+    if constexpr (kPairDots<T>) {
+      if (p.key_width % 2 == 0) return tile_of<T>(scratch);
+    }
+    tile_of<float>(scratch);
+  }
+
+  // E: what queries and keys are multiplied as, fp32 or pairs of bf16. Weights stay in fp32: rounded to bf16 they would
+  // add as much error as rounding the output does.
+  template <typename E>
+  void tile_of(Scratch* scratch) {
     const int64_t value_panels = acc_stride / NR, stride = kChunk + kRowPad;
     scratch->reset(query_rows * (acc_stride + 2 + p.key_width + stride) + kChunk * (p.key_width + acc_stride) + 128);
     start(scratch);
-    float* q = scratch->take(query_rows * p.key_width);
+    E* q = reinterpret_cast<E*>(scratch->take(query_rows * p.key_width));
     float* scores = scratch->take(query_rows * stride);
-    float* key_panels = scratch->take(kChunk * p.key_width);
+    E* key_panels = reinterpret_cast<E*>(scratch->take(kChunk * p.key_width));
     float* value_panels_at = scratch->take(kChunk * acc_stride);
-    load_queries<false>(q, p.key_width);
+    load_operands(q);
     if (acc_stride != p.value_width) std::fill(value_panels_at, value_panels_at + kChunk * acc_stride, 0.0f);
     for (int64_t c = u.begin; c < u.end; c += kChunk) {
       const int64_t end = std::min<int64_t>(u.end, c + kChunk), n = end - c;
-      if (n % NR) std::fill(key_panels + n / NR * NR * p.key_width, key_panels + round_up(n, NR) * p.key_width, 0.0f);
+      if (n % NR) std::fill(key_panels + n / NR * NR * p.key_width, key_panels + round_up(n, NR) * p.key_width, E(0.0f));
       each_page(c, end, [&](int64_t index, int64_t slot, int64_t m, int64_t at) {
         pack_keys(keys(index) + slot * p.key_width, p.key_width, m, at, key_panels);
         pack_values(values(index) + slot * p.value_width, p.value_width, m, at, kChunk, value_panels_at);
@@ -158,12 +180,12 @@ struct UnitWorker {
       for (int64_t i = 0; i < n; i += NR) {
         each_block(c, end, [&](int64_t r, int64_t rows, int64_t lo, int64_t hi) {
           if (i >= hi || i + NR <= lo) return;
-          const float* a = q + r * p.key_width;
-          const float* b = key_panels + i * p.key_width;
-          float* c = scores + r * stride + i;
-          multiply<false>(rows, a, p.key_width, b, std::min(kStep, p.key_width), c, stride, false);
+          const E* a = q + r * p.key_width;
+          const E* b = key_panels + i * p.key_width;
+          float* to = scores + r * stride + i;
+          multiply<false>(rows, a, p.key_width, b, std::min(kStep, p.key_width), to, stride, false);
           for (int64_t k = kStep; k < p.key_width; k += kStep) {
-            multiply<true>(rows, a + k, p.key_width, b + k * NR, std::min(kStep, p.key_width - k), c, stride, false);
+            multiply<true>(rows, a + k, p.key_width, b + k * NR, std::min(kStep, p.key_width - k), to, stride, false);
           }
         });
       }

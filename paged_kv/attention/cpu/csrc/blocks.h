@@ -242,6 +242,12 @@ inline void pack_values(const T* values, int64_t width, int64_t n, int64_t at, i
   }
 }
 
+// The same in pairs, as multiply takes them: panels[column / NR, d / 2, column % NR, d % 2]; width must be even.
+inline void pack_keys(const c10::BFloat16* keys, int64_t width, int64_t n, int64_t at, c10::BFloat16* panels) {
+  // A pair is moved as one number of four bytes.
+  pack_keys(reinterpret_cast<const float*>(keys), width / 2, n, at, reinterpret_cast<float*>(panels));
+}
+
 // C[R, NR] = (accumulate ? C : 0) + A[R, k] * B[k, NR]; the product is summed up from zero, so that its rounding errors do
 // not grow with what is in C. B in pair order; A fp32.
 template <int R, bool accumulate, bool fetch, typename T>

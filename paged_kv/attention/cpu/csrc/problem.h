@@ -37,8 +37,8 @@ struct Problem {
 };
 
 constexpr int64_t kFewRows = 8;          // up to here dot products straight from the page beat packing it
-constexpr int64_t kTileRows = 96;        // query rows that share one packed chunk
-constexpr int64_t kChunk = 128;          // live tokens scored at a time by a tile
+constexpr int64_t kTileRows = 192;       // query rows that share one packed chunk
+constexpr int64_t kChunk = 256;          // live tokens scored at a time by a tile
 constexpr int64_t kStep = 32;            // products of a score summed up in a row, before they join the others
 constexpr int64_t kFewPart = 256;        // shortest part of a row that is split for few query rows
 constexpr int64_t kTilePart = 1024;      // and for a tile
