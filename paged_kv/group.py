@@ -27,8 +27,8 @@ class Group:
     is_prefix_cached: bool
 
     @classmethod
-    def empty(cls, spec: KVSpec, num_pages: int, enable_prefix_caching: bool) -> Group:
-        """A pool of free pages and their tensors, null page included."""
+    def empty(cls, spec: KVSpec, num_pages: int, enable_prefix_caching: bool, capacity: int = 0) -> Group:
+        """A pool of free pages and their tensors, null page included, that may grow to `capacity` pages."""
         allocator = BlockAllocator(
             num_pages,
             page_size=spec.page_size,
@@ -37,11 +37,11 @@ class Group:
             windows=spec.windows,
             enable_prefix_caching=enable_prefix_caching,
         )
-        return cls(spec, allocator, PageStore(spec, num_pages), enable_prefix_caching)
+        return cls(spec, allocator, PageStore(spec, num_pages, capacity), enable_prefix_caching)
 
     def copy(self) -> Group:
         """The same pages and tables in tensors of their own; sequence ids stay valid in it."""
-        twin = Group.empty(self.spec, self.store.num_pages, self.is_prefix_cached)
+        twin = Group.empty(self.spec, self.store.num_pages, self.is_prefix_cached, self.store.capacity)
         twin.allocator.restore(self.allocator.snapshot())
         twin.store.keys.copy_(self.store.keys)
         twin.store.values.copy_(self.store.values)
@@ -99,6 +99,12 @@ class Budget:
         max_bytes = int(available_bytes(specs[0].device) * fraction)
         rows = sum(len(spec.layers) * spec.lanes * spec.bytes_per_page for spec in specs)
         return cls(max_bytes, min(max_bytes, INITIAL_PAGES_PER_ROW * rows))
+
+
+def shares(total: int, specs: Sequence[KVSpec]) -> list[int]:
+    """Pages of each group, at least two, that divide `total` bytes in proportion to the bytes of a token."""
+    weight = sum(spec.bytes_per_token for spec in specs)
+    return [max(2, int(total * spec.bytes_per_token / weight) // spec.bytes_per_page) for spec in specs]
 
 
 def _named(num_pages: int | None, kv_cache_bytes: int | None, fraction: float | None) -> list[tuple[str, object]]:

@@ -24,12 +24,15 @@ from allocator import (
     SeqId,
     Verdict,
 )
-from paged_kv.group import Budget, Group
+from paged_kv.group import Budget, Group, shares
 from paged_kv.keep import check_indices
 from paged_kv.live import LiveTokens
 from paged_kv.queries import QueryLog
 from paged_kv.spec import KVSpec
 from paged_kv.step import Step
+
+#: A growing pool takes at least this fraction of its pages at once.
+GROW_IN_PLACE, GROW_BY_COPY = 64, 4
 
 _SEVERITY = (Verdict.OK, Verdict.LATER, Verdict.NEVER)
 
@@ -43,11 +46,9 @@ class PagedMemory:
 
     def __init__(self, specs: Sequence[KVSpec], budget: Budget, *, enable_prefix_caching: bool = False) -> None:
         """Build allocators and stores; several groups share the budget in proportion to their bytes per token."""
-        weight = sum(spec.bytes_per_token for spec in specs)
-        groups = []
-        for spec in specs:
-            num_pages = int(budget.initial_bytes * spec.bytes_per_token / weight) // spec.bytes_per_page
-            groups.append(Group.empty(spec, max(2, num_pages), enable_prefix_caching and len(specs) == 1))
+        sizes = zip(specs, shares(budget.initial_bytes, specs), shares(budget.max_bytes, specs), strict=True)
+        is_cached = enable_prefix_caching and len(specs) == 1
+        groups = [Group.empty(spec, num_pages, is_cached, most) for spec, num_pages, most in sizes]
         self._adopt(groups, budget)
 
     @classmethod
@@ -60,11 +61,7 @@ class PagedMemory:
     def _adopt(self, groups: list[Group], budget: Budget) -> None:
         self.groups, self.budget = groups, budget
         self.queries: QueryLog | None = None
-        weight = sum(group.spec.bytes_per_token for group in groups)
-        shares = [budget.max_bytes * group.spec.bytes_per_token / weight for group in groups]
-        self._max_pages = [
-            max(2, int(share) // group.spec.bytes_per_page) for group, share in zip(groups, shares, strict=True)
-        ]
+        self._max_pages = shares(budget.max_bytes, [group.spec for group in groups])
         self._place = {layer: (group, at) for group in groups for at, layer in enumerate(group.spec.layers)}
 
     # -- sequences ---------------------------------------------------------------------------------------------------
@@ -104,9 +101,10 @@ class PagedMemory:
             group.store.apply(group.allocator.append(seqs, counts))
 
     def _grow(self, group: Group, missing: int, max_pages: int) -> bool:
-        """Grow a group by at least the missing pages, at least by a quarter, never past its budget."""
+        """Grow a group by at least the missing pages, by more where growing is dear, never past its budget."""
         have = group.store.num_pages
-        target = min(max_pages, max(have + missing, have + have // 4))
+        step = have // (GROW_IN_PLACE if group.store.grows_in_place else GROW_BY_COPY)
+        target = min(max_pages, have + max(missing, step))
         if target - have < missing:
             return False
         group.store.resize(target)

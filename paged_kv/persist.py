@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from allocator import KVError, SeqId
 from paged_kv.batch import PagedBatch
-from paged_kv.group import Budget, Group
+from paged_kv.group import Budget, Group, shares
 from paged_kv.memory import PagedMemory
 from paged_kv.rows import RowMap
 from paged_kv.spec import KVSpec
@@ -77,8 +77,8 @@ def load(path: Path) -> PagedBatch:
         raise UnreadableCache(f"{path} is no saved cache: {error}") from error
     specs = [_from_json(entry) for entry in header.specs]
     groups = []
-    for index, spec in enumerate(specs):
-        group = Group.empty(spec, tensors[f"{index}.keys"].shape[0], enable_prefix_caching=False)
+    for index, (spec, most) in enumerate(zip(specs, shares(header.max_bytes, specs), strict=True)):
+        group = Group.empty(spec, tensors[f"{index}.keys"].shape[0], enable_prefix_caching=False, capacity=most)
         group.allocator.restore(tensors[f"{index}.tables"].numpy().tobytes())
         group.store.keys.copy_(tensors[f"{index}.keys"])
         group.store.values.copy_(tensors[f"{index}.values"])

@@ -1,6 +1,6 @@
 """The page tensors of one group of layers, and the only place where a plan touches bytes.
 
-Owns: K and V pages, writing new tokens, gathering pages, applying plans, growing and shrinking.
+Owns: K and V pages, writing new tokens, gathering pages, applying plans.
 Does not know: sequences, layers, policies; it is given slots, pages and plans.
 
 Layout: `keys[page, head, offset, :]`. A page of a whole layer and a page of a single head are the same thing with
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from allocator import Plan
+from paged_kv.pages import Pages
 from paged_kv.spec import KVSpec
 
 
@@ -60,18 +61,33 @@ class PageStore:
     Page 0 is the null page: readable padding, never written by `write`.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int) -> None:
-        """Take `num_pages` pages (the null page included) on the spec's device; contents are undefined but finite."""
-        self.spec = spec
-        self.keys = self._new(num_pages, spec.key_width)
-        self.values = self._new(num_pages, spec.value_width)
+    def __init__(self, spec: KVSpec, num_pages: int, capacity: int = 0) -> None:
+        """Take pages on the spec's device; contents are undefined but finite.
 
-    def _new(self, num_pages: int, width: int) -> Tensor:
-        spec = self.spec
-        shape = (num_pages, spec.heads_per_lane, spec.page_size, width)
-        # A tensor born in inference mode could never be written outside of it.
-        with torch.inference_mode(False):
-            return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        Args:
+            spec: Shape of a page.
+            num_pages: Pages to start with, the null page included.
+            capacity: Pages that the store may grow to; growing within it moves nothing on the CPU.
+        """
+        self.spec, self.capacity = spec, max(capacity, num_pages)
+        shape = (spec.heads_per_lane, spec.page_size)
+        self._keys = Pages(num_pages, (*shape, spec.key_width), spec.dtype, spec.device, capacity)
+        self._values = Pages(num_pages, (*shape, spec.value_width), spec.dtype, spec.device, capacity)
+
+    @property
+    def keys(self) -> Tensor:
+        """`[num_pages, heads_per_lane, page_size, key_width]`."""
+        return self._keys.tensor
+
+    @property
+    def values(self) -> Tensor:
+        """`[num_pages, heads_per_lane, page_size, value_width]`."""
+        return self._values.tensor
+
+    @property
+    def grows_in_place(self) -> bool:
+        """Whether growing within the capacity moves nothing, so that it may be done in small steps."""
+        return self._keys.grows_in_place and self._values.grows_in_place
 
     @property
     def num_pages(self) -> int:
@@ -131,11 +147,8 @@ class PageStore:
 
     def resize(self, num_pages: int) -> None:
         """Grow or shrink to `num_pages` pages; pages below both sizes keep their contents."""
-        kept = min(num_pages, self.num_pages)
-        for name, width in (("keys", self.spec.key_width), ("values", self.spec.value_width)):
-            pages = self._new(num_pages, width)
-            pages[:kept] = getattr(self, name)[:kept]
-            setattr(self, name, pages)
+        self._keys.resize(num_pages)
+        self._values.resize(num_pages)
 
 
 def gather_pages(pages: Tensor, block_table: Tensor, length: int) -> Tensor:
